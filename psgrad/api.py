@@ -23,7 +23,7 @@ from psgrad.errors import PsgradError
 if TYPE_CHECKING:
     from psgrad.commands.report import WrittenReport
     from psgrad.commands.select import Selection
-    from psgrad.commands.validation import Validation
+    from psgrad.commands.validate import Validation
     from psgrad.config import EvaluationKind
     from psgrad.engine.gradients import per_sample_gradients as per_sample_gradients
     from psgrad.engine.privacy.loop import make_private as make_private
@@ -103,11 +103,11 @@ def load_config(config: AnyConfig, settings: Sequence[str] = ()) -> Config:
     return config_from(config, settings) if isinstance(config, Mapping) else _load(Path(config), settings)
 
 
-def validate(config: AnyPath, settings: Sequence[str] = (), *, deep: bool = False) -> Validation:
+def validate(config: AnyPath, settings: Sequence[str] = ()) -> Validation:
     """Everything that is wrong with a config file and the files that it names; `psgrad validate`."""
     from psgrad.commands.validate import validate as found
 
-    return found(Path(config), settings, deep=deep)
+    return found(Path(config), list(settings))
 
 
 def analyze(
@@ -253,8 +253,8 @@ def evaluate_influence(
     progress: Say = lambda _: None,
     **objects: Unpack[Live],
 ) -> EvaluationResult:
-    """Retrain, and see whether the scores are true; `psgrad influence --evaluate`. kind: 'lds', 'loo',
-    'removal' or 'curve'.
+    """Retrain, and see whether the scores are true; `psgrad influence --evaluate`. kind: 'lds', 'loo' or
+    'removal'.
     """
     from psgrad.commands.influence_evaluate import evaluate_influence as run_evaluate_influence
 

@@ -1,8 +1,8 @@
 """Finds and configures plugins: measures, influence methods, detectors, losses and sources.
 
-A plugin is a dataclass; its fields are its options. Its name in a config is that of one of psgrad's own,
-which are found by their files; that of an entry point of another package (psgrad/config/plugin_options.py);
-or `module:Class` or `file.py:Class`.
+A plugin is a dataclass; its fields are its options. Its name in a config is that of one of psgrad's own or
+that of an entry point of another package (psgrad/config/plugin_names.py), or `module:Class` or
+`file.py:Class`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import dataclasses
 import importlib
 import inspect
 import json
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from psgrad.config import did_you_mean, is_callable_spec
-from psgrad.config.plugin_options import Group, installed_plugins, own_plugins, plugin_names
+from psgrad.config.plugin_names import OWN, Group, installed_plugins, plugin_names
 from psgrad.config.reading import explain
 from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, MeasureError, PsgradError
 from psgrad.user_code import describe_failure, resolve
@@ -33,7 +31,6 @@ class PluginKind:
 
     Attributes:
         word: as in messages.
-        package: the package of psgrad's own; each concrete class of its modules is a plugin.
         base: `module:Class` that each of them derives from.
         key: where the config names it.
         page: shows how to write one.
@@ -42,7 +39,6 @@ class PluginKind:
 
     word: str
     group: Group
-    package: str
     base: str
     key: str
     page: str
@@ -52,7 +48,6 @@ class PluginKind:
 MEASURES = PluginKind(
     "measure",
     "measures",
-    "psgrad.engine.measures.builtin",
     "psgrad.engine.measures.measure:Measure",
     "analyze.measures",
     "docs/reference/measures.md",
@@ -61,7 +56,6 @@ MEASURES = PluginKind(
 METHODS = PluginKind(
     "method",
     "methods",
-    "psgrad.engine.influence.methods",
     "psgrad.engine.influence.method:Method",
     "influence.method",
     "docs/guides/influence.md",
@@ -70,7 +64,6 @@ METHODS = PluginKind(
 DETECTORS = PluginKind(
     "detector",
     "detectors",
-    "psgrad.quality.detectors",
     "psgrad.quality.detector:Detector",
     "analyze.outliers.detectors",
     "CONTRIBUTING.md",
@@ -79,7 +72,6 @@ DETECTORS = PluginKind(
 LOSSES = PluginKind(
     "loss",
     "losses",
-    "psgrad.data.losses",
     "psgrad.data.loss:Loss",
     "loss",
     "CONTRIBUTING.md",
@@ -88,7 +80,6 @@ LOSSES = PluginKind(
 SOURCES = PluginKind(
     "source",
     "sources",
-    "psgrad.data.sources.formats",
     "psgrad.data.sources.source:Source",
     "data.path",
     "CONTRIBUTING.md",
@@ -121,7 +112,7 @@ def configured(kind: PluginKind, name: str, options: Mapping[str, Any], base: Pa
                 for each in error.errors(include_url=False)
             ]
         except Exception as error:
-            if isinstance(error, PsgradError) or name in own_plugins(kind.group):
+            if isinstance(error, PsgradError) or name in OWN[kind.group]:
                 raise
             raise kind.failed(
                 f"the {kind.word} {name} raised {describe_failure(error)} as it was made",
@@ -132,16 +123,12 @@ def configured(kind: PluginKind, name: str, options: Mapping[str, Any], base: Pa
 
 def find(kind: PluginKind, name: str, base: Path) -> type[Any]:
     """The class of the plugin that a config names. Raises ConfigError where none can be used."""
-    own = own_plugins(kind.group).get(name)
+    own = OWN[kind.group].get(name)
     if own is not None:
-        return _located(own.location)
-    if is_callable_spec(name):
-        return _checked(kind, name, resolve(name, base))
-    if name in own_classes(kind):  # a new file, of which plugin_options.json does not know yet
-        return own_classes(kind)[name]
-    installed = installed_plugins(kind.group).get(name)
-    if installed is not None:
-        return _checked(kind, name, resolve(installed.value, base))
+        return located(own)
+    location = installed_plugins(kind.group).get(name, name)
+    if is_callable_spec(location):
+        return _checked(kind, name, resolve(location, base))
     known = plugin_names(kind.group)
     raise ConfigError(
         f"{kind.key}: there is no {kind.word} {name!r}{did_you_mean(name, known)}",
@@ -149,18 +136,9 @@ def find(kind: PluginKind, name: str, base: Path) -> type[Any]:
     )
 
 
-@cache
 def own_classes(kind: PluginKind) -> dict[str, type[Any]]:
     """name -> class, of all of psgrad's own plugins of a kind, by name; imports all their files."""
-    package, base = importlib.import_module(kind.package), _located(kind.base)
-    found = {}
-    for each in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{kind.package}.{each.name}")
-        for value in vars(module).values():
-            name = getattr(value, "name", "")
-            if isinstance(value, type) and issubclass(value, base) and name:
-                found[str(name)] = value
-    return dict(sorted(found.items()))
+    return {name: located(location) for name, location in sorted(OWN[kind.group].items())}
 
 
 def options_of(plugin: type[Any]) -> list[str]:
@@ -169,7 +147,8 @@ def options_of(plugin: type[Any]) -> list[str]:
     return [each.name for each in fields if each.init]
 
 
-def _located(location: str) -> type[Any]:
+def located(location: str) -> type[Any]:
+    """The class of `module:Class`."""
     module, _, name = location.partition(":")
     found: type[Any] = getattr(importlib.import_module(module), name)
     return found
@@ -179,7 +158,7 @@ def _checked(kind: PluginKind, name: str, found: Any) -> type[Any]:
     """A class from outside of psgrad, if it can be used as this kind of plugin."""
     base = kind.base.replace(":", ".")
     undefined = sorted(getattr(found, "__abstractmethods__", ()))
-    if not inspect.isclass(found) or not issubclass(found, _located(kind.base)):
+    if not inspect.isclass(found) or not issubclass(found, located(kind.base)):
         raise ConfigError(
             f"{kind.key}: {name} is no {kind.word}",
             expected=f"a class that derives from {base}, a dataclass of its options",

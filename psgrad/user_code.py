@@ -47,7 +47,7 @@ def imported(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) 
                 next_step="call the function of psgrad again with the objects",
             )
         return module
-    with importing_beside(base), _noting(spec, base):
+    with importing_beside(base):
         if location.endswith(".py"):
             return _file_module(base / location, base, raises)
         return _named_module(location, base, raises)
@@ -68,19 +68,6 @@ def live_objects(objects: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
         yield
     finally:
         _live.reset(before)
-
-
-def imported_while_running(spec: str, base: Path) -> frozenset[str]:
-    """The names of all modules that this process imported first while the code of a spec was imported, or
-    called by `call_factory`.
-
-    Code that asks for a module by a name that it computes is seen by nothing else. Files that a config names
-    are left out: the process may have imported the same file before it was edited.
-    """
-    return frozenset(_imported.get((spec, base.resolve()), ()))
-
-
-_imported: dict[tuple[str, Path], set[str]] = {}
 
 
 @dataclass
@@ -110,8 +97,6 @@ class _ImportedBeside:
             return
         for name in self.named_files:
             sys.modules.pop(name, None)
-        for key in [key for key in _imported if key[1] == self.folder]:
-            del _imported[key]
         self.modules, self.hashes, self.named_files = {}, {}, set()
 
 
@@ -177,16 +162,6 @@ def _hash_of(module: ModuleType) -> str | None:
         return None
 
 
-@contextmanager
-def _noting(spec: str, base: Path) -> Iterator[None]:
-    before = set(sys.modules)
-    try:
-        yield
-    finally:
-        new = {name for name in sys.modules.keys() - before if not name.startswith(_FILE_MODULE)}
-        _imported.setdefault((spec, base.resolve()), set()).update(new)
-
-
 def module_of(spec: str) -> str:
     """The module or file that a spec imports, as written in the config."""
     return spec.rpartition(":")[0]
@@ -202,7 +177,7 @@ def call_factory(spec: str, base: Path, kwargs: Mapping[str, Any], *, raises: ty
     factory = resolve(spec, base, raises=raises)
     _check_arguments(factory, spec, kwargs)
     try:
-        with importing_beside(base), _noting(spec, base):
+        with importing_beside(base):
             return factory(**kwargs)
     except PsgradError:
         raise

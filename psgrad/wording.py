@@ -6,6 +6,7 @@ Results in a line: their tables and arrays by their sizes. Values as every reade
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,18 @@ def unit_of_loss(name: object, reduction: object = "mean") -> str | None:
     if name not in LOSSES_IN_NATS:
         return None
     return _OVER_TOKENS.get(str(reduction), "nats") if name == "token_cross_entropy" else "nats"
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """The one of `known` that `word` was most likely meant to be; None where nothing comes close."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return close[0] if close else None
+
+
+def did_you_mean(word: str, known: Sequence[str], before: str = "; ", after: str = "") -> str:
+    """`; did you mean X?` where one of the known words is close, else nothing."""
+    close = nearest(word, known)
+    return f"{before}did you mean {close}?{after}" if close else ""
 
 
 def short_repr(value: object, limit: int = 80) -> str:
@@ -120,6 +133,18 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(
         letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text
     )
+
+
+def duration(seconds: float, whole: bool = False) -> str:
+    """Seconds with a unit that suits them: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 5 min. whole: 0 s, 5 s."""
+    if whole:
+        seconds = round(seconds)
+    elif seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def correlation(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Reads the plain values of YAML 1.2, each with its line; no tags, and no aliases that expand without limit.
+"""Reads the plain values of YAML 1.2, each with its line; no tags that name objects, and no aliases.
 
 PyYAML parses; the table of plain scalars is our own. ruamel.yaml would not replace it: it reads `2024-01-01`
 as a date, `1_000` as a number and `.5e2` as text, so that it needs the same table.
@@ -17,46 +17,43 @@ from psgrad.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
 
-_MAX_VALUES = (
-    100_000  # after aliases are expanded; no config comes near, a bomb of nested aliases passes it at once
-)
-_MAX_DEPTH = 50
 _TAG = "tag:yaml.org,2002:"
+# type -> (what a plain scalar of it looks like, the letters that it begins with, its value)
+_SCALARS: Mapping[str, tuple[str, str, Callable[[str], Any]]] = {
+    "null": (r"~|null|Null|NULL|", "~nN", lambda text: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
+    "int": (
+        r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+        "-+0123456789",
+        lambda text: int(text, 0) if text.startswith(("0o", "0x")) else int(text),
+    ),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+        lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+    ),
+    "str": (r".*", "", str),
+}
 
 
-class _Yaml12Resolver(yaml.SafeLoader):
-    """Reads plain scalars as YAML 1.2 does: `1e-3` is a float, and `no`, `1:30` and `2024-01-01` are
-    strings.
-    """
+class _Yaml12(yaml.SafeLoader):
+    """Composes nodes with the types of YAML 1.2: `1e-3` is a float, `no` and `2024-01-01` are strings."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML fills it)
 
-
-for _kind, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
-    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
-):
-    _Yaml12Resolver.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_pattern})$"), _first)
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):  # type: ignore[no-untyped-call]
+            event = self.get_event()  # type: ignore[no-untyped-call]
+            problem = f"the alias *{event.anchor}; write the value itself: aliases are not read"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
 
 
-def _integer(text: str) -> int:
-    return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
-
-
-def _float(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
-_SCALARS: Mapping[str, Callable[[str], Any]] = {
-    _TAG + "null": lambda text: None,
-    _TAG + "bool": lambda text: {"true": True, "false": False}[text.lower()],
-    _TAG + "int": _integer,
-    _TAG + "float": _float,
-    _TAG + "str": str,
-}
+for _kind, (_pattern, _first, _) in _SCALARS.items():
+    if _first:
+        _letters = [*_first, ""] if _kind == "null" else list(_first)
+        _Yaml12.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_pattern})$"), _letters)
 
 
 @dataclass(frozen=True)
@@ -68,17 +65,14 @@ class Parsed:
 
 
 def parse(text: str, source: str) -> Parsed:
-    """The value of one YAML document, aliases expanded; `source` is its name in messages.
+    """The value of one YAML document; `source` is its name in messages.
 
-    Raises ConfigError for what is not valid YAML, a duplicate key, a tag that names an object, and a bomb of
-    aliases.
+    Raises ConfigError for what is not valid YAML, a duplicate key, an alias, and a tag that names an object.
     """
+    places: dict[KeyPath, str] = {}
     try:
-        # The loader is SafeLoader's subclass, and only its composer runs: no object is ever constructed by
-        # PyYAML.
-        root = yaml.compose(text, Loader=_Yaml12Resolver)
-        reader = _NodeReader(source)
-        content = None if root is None else reader.read(root, ())
+        root = yaml.compose(text, Loader=_Yaml12)  # nodes only: PyYAML never makes an object
+        content = None if root is None else _value(root, (), source, places)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
@@ -86,61 +80,39 @@ def parse(text: str, source: str) -> Parsed:
     except (yaml.YAMLError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
         raise ConfigError(f"{source}: not valid YAML: {reason}") from error
-    return Parsed(content, reader.places)
+    return Parsed(content, places)
 
 
-class _NodeReader:
-    """Turns YAML nodes into plain values, and remembers where each stood."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.places: dict[KeyPath, str] = {}
-        self.count = 0
-
-    def read(self, node: yaml.Node, path: KeyPath) -> Any:
-        self.count += 1
-        if self.count > _MAX_VALUES or len(path) > _MAX_DEPTH:
-            raise self._error(
-                node,
-                f"more than {_MAX_VALUES} values or {_MAX_DEPTH} levels once its aliases are expanded",
-            )
-        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
-            return self._mapping(node, path)
-        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-            return [self._item(item, item, (*path, index)) for index, item in enumerate(node.value)]
-        return self._scalar(node)
-
-    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
-        mapping: dict[Any, Any] = {}
-        lines: dict[Any, int] = {}
-        for key_node, value_node in node.value:
-            key = self._scalar(key_node)
-            if key in lines:
-                raise self._error(key_node, f"the key {key!r} is already given in line {lines[key]}")
-            lines[key] = key_node.start_mark.line + 1
-            mapping[key] = self._item(key_node, value_node, (*path, key))
-        return mapping
-
-    def _item(self, marked: yaml.Node, value: yaml.Node, path: KeyPath) -> Any:
-        self.places[path] = f"{self.source}:{marked.start_mark.line + 1}"
-        return self.read(value, path)
-
-    def _scalar(self, node: yaml.Node) -> Any:
-        if not isinstance(node, yaml.ScalarNode):
-            raise self._error(node, f"a plain value was expected here, not {_shown(node.tag)}")
-        if node.tag not in _SCALARS:
-            raise self._error(
-                node, f"the tag {_shown(node.tag)} is not allowed; a config holds plain values only"
-            )
-        try:
-            return _SCALARS[node.tag](node.value)
-        except (ValueError, KeyError):
-            kind = node.tag.removeprefix(_TAG)
-            raise self._error(node, f"{node.value[:40]!r} is not a value of the type {kind}") from None
-
-    def _error(self, node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
-        return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+def _value(node: yaml.Node, path: KeyPath, source: str, places: dict[KeyPath, str]) -> Any:
+    """The plain value of a node; adds the places of what is inside."""
+    if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+        for index, item in enumerate(node.value):
+            places[*path, index] = f"{source}:{item.start_mark.line + 1}"
+        return [_value(item, (*path, index), source, places) for index, item in enumerate(node.value)]
+    if not isinstance(node, yaml.MappingNode) or node.tag != _TAG + "map":
+        return _scalar(node)
+    found: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = _scalar(key_node)
+        if key in found:
+            line = places[*path, key].rpartition(":")[2]
+            raise _error(key_node, f"the key {key!r} is already given in line {line}")
+        places[*path, key] = f"{source}:{key_node.start_mark.line + 1}"
+        found[key] = _value(value_node, (*path, key), source, places)
+    return found
 
 
-def _shown(tag: str) -> str:
-    return tag.replace(_TAG, "!!")
+def _scalar(node: yaml.Node) -> Any:
+    kind = node.tag.removeprefix(_TAG)
+    if not isinstance(node, yaml.ScalarNode) or kind not in _SCALARS:
+        raise _error(node, f"a plain value was expected here, not {node.tag.replace(_TAG, '!!')}")
+    try:
+        if kind == "bool" and not re.fullmatch(_SCALARS[kind][0], node.value):
+            raise ValueError
+        return _SCALARS[kind][2](node.value)
+    except ValueError:
+        raise _error(node, f"{node.value[:40]!r} is not a value of the type {kind}") from None
+
+
+def _error(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)

@@ -1,4 +1,6 @@
-"""Runs that are killed: at every durable operation of psgrad.run in turn, and resumed until they finish.
+"""Runs that are killed: at every operation on the disk in turn, and resumed until they finish. An operation
+is a call of `os` by which psgrad.run writes: to open a new file, to write (before it, and when half of it
+is written), to sync, to rename, to make a folder.
 
 Each run is a child forked from this process, which has everything imported already, so that a hundred of them
 take seconds. What a run lets out (a release) it tells through a pipe, which outlives it.
@@ -17,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-
-from psgrad.run import durable_files
 
 _SECONDS = 60  # a child that takes longer hangs
 
@@ -40,7 +41,7 @@ class Ended:
     Attributes:
         killed: by SIGKILL.
         told: what it told, in order.
-        points: how many durable operations it did; of one that finished.
+        points: how many operations on the disk it did; of one that finished.
         error: the traceback of one that failed.
     """
 
@@ -50,8 +51,53 @@ class Ended:
     error: str = ""
 
 
+class Operations:
+    """Counts the operations on the disk from now on, and dies at number `crash_at`; at 0 they are only
+    counted. synced: whether fsync is carried out.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, crash_at: int = 0, synced: bool = True) -> None:
+        self.passed, self._crash_at = 0, crash_at
+        opened, written, sync = os.open, os.write, os.fsync
+
+        def open_(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+            if flags & os.O_CREAT:
+                self._pass()
+            return opened(path, flags, *rest, **options)
+
+        def write(descriptor: int, data: Any) -> int:
+            self._pass()
+            self._pass(lambda: written(descriptor, data[: max(1, len(data) // 2)]))
+            return written(descriptor, data)
+
+        def fsync(descriptor: int) -> None:
+            self._pass()
+            if synced:
+                sync(descriptor)
+
+        def counted(name: str) -> Callable[..., Any]:
+            honest = getattr(os, name)
+
+            def call(*arguments: Any, **options: Any) -> Any:
+                self._pass()
+                return honest(*arguments, **options)
+
+            return call
+
+        known = {"open": open_, "write": write, "fsync": fsync}
+        for name, instead in {**known, **{name: counted(name) for name in ("replace", "mkdir")}}.items():
+            patch.setattr(os, name, instead)
+
+    def _pass(self, half: Callable[[], object] = lambda: None) -> None:
+        """One operation comes; where it is the last one, `half` of it is done."""
+        self.passed += 1
+        if self.passed == self._crash_at:
+            half()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def in_a_child(body: Callable[[Tell], None], crash_at: int = 0) -> Ended:
-    """Run the body in a forked child that kills itself at durable operation number `crash_at`; 0 lets it
+    """Run the body in a forked child that kills itself at operation number `crash_at` on the disk; 0 lets it
     finish.
     """
     reading, writing = os.pipe()
@@ -83,17 +129,16 @@ def _be_the_child(body: Callable[[Tell], None], crash_at: int, reading: int, wri
         torch.set_num_threads(
             1
         )  # the parent's other threads were not forked, and a parallel kernel would wait for them for ever
-        os.fsync = lambda descriptor: (
-            None
-        )  # a killed process leaves its writes to the system; power cuts are test_power_cut.py's
+        tell = os.write
 
         def send(line: dict[str, Any]) -> None:
-            os.write(writing, json.dumps(line).encode() + b"\n")
+            tell(writing, json.dumps(line).encode() + b"\n")
 
         try:
-            durable_files.crash_at(crash_at)
+            # A killed process leaves its writes to the system; power cuts are test_power_cut.py's.
+            operations = Operations(pytest.MonkeyPatch(), crash_at, synced=False)
             body(lambda told: send({"told": told}))
-            send({"points": durable_files.crash_points_passed()})
+            send({"points": operations.passed})
         except BaseException:
             send({"error": traceback.format_exc()[-3000:]})
     finally:
@@ -101,12 +146,13 @@ def _be_the_child(body: Callable[[Tell], None], crash_at: int, reading: int, wri
 
 
 def points_of(go: Go, folder: Path) -> int:
-    """How many durable operations a run has that nobody disturbs. It runs here, so that the children find
+    """How many operations on the disk a run has that nobody disturbs. It runs here, so that the children find
     everything imported.
     """
-    durable_files.crash_at(0)
-    go(folder, lambda told: None)
-    return durable_files.crash_points_passed()
+    with pytest.MonkeyPatch.context() as patch:
+        operations = Operations(patch)
+        go(folder, lambda told: None)
+    return operations.passed
 
 
 def kill_and_resume(go: Go, check: Check, folder: Path, kills: Iterable[int]) -> int:

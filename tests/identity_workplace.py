@@ -73,22 +73,23 @@ def build(hidden=5):
     ),
     "rows.py": (
         """\
-import importlib
 from pathlib import Path
 
 import numpy as np
+
+import id_rows
 
 
 class Rows:
     def __init__(self, name):
         data = np.load(Path(__file__).parent / name)
-        self.x, self.y, self.look = data["x"], data["y"], importlib.import_module("id_" + "rows").look
+        self.x, self.y = data["x"], data["y"]
 
     def __len__(self):
         return len(self.x)
 
     def __getitem__(self, row):
-        return {"x": self.look(self.x[row]), "y": self.y[row]}
+        return {"x": id_rows.look(self.x[row]), "y": self.y[row]}
 
 
 def build(name="rows.npz"):
@@ -210,11 +211,11 @@ class Change:
     words: str
 
 
-_MODEL, _DATA = "code that model.py:build imports", "code that rows.py:build imports"
+_MODEL = "code that model.py:build imports"
 
 CHANGES = {
     "a weight by one unit in the last place": Change(
-        lambda w: w.nudge("body.0.weight"), "weights", "tensors: 1 of 10: body.0.weight"
+        lambda w: w.nudge("body.0.weight"), "weights", "tensors of the model 1 of 10: body.0.weight"
     ),
     "a frozen parameter": Change(lambda w: w.nudge("frozen"), "weights", "1 of 10: frozen"),
     "a buffer": Change(lambda w: w.nudge("kept"), "weights", "1 of 10: kept"),
@@ -228,46 +229,43 @@ CHANGES = {
         lambda w: w.edit("settings.json", '"power": 1', '"power": 2'), "modules", "1 of 6: the model itself"
     ),
     "a layer's option": Change(
-        lambda w: w.edit("settings.json", '"p": 0.0', '"p": 0.5'), "modules", "modules: 1 of 6: body.2"
+        lambda w: w.edit("settings.json", '"p": 0.0', '"p": 0.5'),
+        "modules",
+        "modules of the model 1 of 6: body.2",
     ),
     "the mode": Change(
-        lambda w: w.config["model"].update(mode="train"), "config", "model.mode: was 'eval', is 'train'"
+        lambda w: w.config["model"].update(mode="train"), "config", 'model.mode was "eval" and is "train"'
     ),
     "an argument": Change(
         lambda w: w.config["model"].update(kwargs={"hidden": 5}),
         "config",
-        "model.kwargs.hidden: was None, is 5",
+        "model.kwargs.hidden was null and is 5",
     ),
     "a default argument": Change(
-        lambda w: w.edit("model.py", "hidden=5", "hidden=5, unused=0"), "code", "code of model.py:build: was"
+        lambda w: w.edit("model.py", "hidden=5", "hidden=5, unused=0"), "code", "code of model.py:build was"
     ),
     "a module that the model imports": Change(
-        lambda w: w.edit("id_helper.py", "SCALE\n\n", "SCALE\n\n\n"), "code", f"{_MODEL}: id_helper:"
+        lambda w: w.edit("id_helper.py", "SCALE\n\n", "SCALE\n\n\n"), "code", f"{_MODEL}: id_helper was"
     ),
     "a module that an imported one imports": Change(
-        lambda w: w.edit("id_deep.py", "1.0", "2.0"), "code", f"{_MODEL}: id_deep:"
+        lambda w: w.edit("id_deep.py", "1.0", "2.0"), "code", f"{_MODEL}: id_deep was"
     ),
     "a module imported in forward": Change(
-        lambda w: w.edit("id_late.py", "tanh", "sin"), "code", f"{_MODEL}: id_late:"
+        lambda w: w.edit("id_late.py", "tanh", "sin"), "code", f"{_MODEL}: id_late was"
     ),
     "the loss": Change(
-        lambda w: w.edit("loss.py", "return", "return 2 *"), "code", "code of loss.py:loss: was"
+        lambda w: w.edit("loss.py", "return", "return 2 *"), "code", "code of loss.py:loss was"
     ),
     "a module that the loss imports": Change(
-        lambda w: w.edit("id_loss.py", "return", "return 2 *"), "code", "loss.py:loss imports: id_loss:"
+        lambda w: w.edit("id_loss.py", "return", "return 2 *"), "code", "loss.py:loss imports: id_loss was"
     ),
     "a number of a row": Change(
-        lambda w: w.nudge_array("rows.npz", "x", ROWS // 2), "data", "data (its content): was"
+        lambda w: w.nudge_array("rows.npz", "x", ROWS // 2), "data", "data (its content) was"
     ),
-    "a target": Change(
-        lambda w: w.nudge_array("rows.npz", "y", ROWS // 2), "data", "data (its content): was"
-    ),
+    "a target": Change(lambda w: w.nudge_array("rows.npz", "y", ROWS // 2), "data", "data (its content) was"),
     "the dataset's code": Change(
         lambda w: w.edit("rows.py", "[row])", "[row] * (1 + (row == 5)))"),
         "data",
-        "code of rows.py:build: was",
-    ),
-    "a module imported by a computed name": Change(
-        lambda w: w.edit("id_rows.py", " x", " x.clip(-2, 2)"), "data", f"{_DATA}: id_rows:"
+        "code of rows.py:build was",
     ),
 }

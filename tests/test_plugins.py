@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
-from psgrad.config import config_from, plugin_options
-from psgrad.config.plugin_options import own_plugins
+from psgrad.config import config_from, plugin_names
 from psgrad.errors import ConfigError, MeasureError
-from psgrad.plugins import KINDS, MEASURES, SOURCES, PluginKind, configured, find, options_of, own_classes
+from psgrad.plugins import (
+    KINDS,
+    LOSSES,
+    MEASURES,
+    SOURCES,
+    PluginKind,
+    configured,
+    find,
+    located,
+    own_classes,
+)
 from tests.workplace import Workplace
-from tools import plugin_options as generator
 
+BASES = {kind.group: located(kind.base) for kind in KINDS}
 OTHER_PACKAGE = """
 from dataclasses import dataclass
 from psgrad.engine.measures.measure import Measure
@@ -49,17 +60,44 @@ INSTALLED = {
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.group)
-def test_plugin_options_json_names_and_options_are_those_of_the_classes(kind: PluginKind) -> None:
-    ours = {name: (each.location, list(each.options)) for name, each in own_plugins(kind.group).items()}
-    assert ours == {
-        name: (f"{plugin.__module__}:{plugin.__qualname__}", options_of(plugin))
-        for name, plugin in own_classes(kind).items()
+def test_every_plugin_of_psgrad_is_registered_by_its_name(kind: PluginKind) -> None:
+    registered = own_classes(kind)
+    assert {name: each.name for name, each in registered.items()} == {name: name for name in registered}
+    package = importlib.import_module(next(iter(registered.values())).__module__.rpartition(".")[0])
+    found = {
+        value.name
+        for each in pkgutil.iter_modules(package.__path__)
+        for value in vars(importlib.import_module(f"{package.__name__}.{each.name}")).values()
+        if isinstance(value, type) and issubclass(value, BASES[kind.group]) and getattr(value, "name", "")
     }
+    assert found == set(registered)
 
 
-def test_plugin_options_json_is_up_to_date() -> None:
-    text = generator.PAGE.read_text(encoding="utf-8")
-    assert generator.page(text) == text
+@pytest.mark.parametrize(
+    ("kind", "name", "options", "words"),
+    [
+        (LOSSES, "mse", {"delta": 2.0}, "loss: delta: unknown option of mse; it takes none"),
+        (LOSSES, "huber", {"beta": 2.0}, "loss: beta: unknown option of huber; .*it takes delta"),
+        (
+            LOSSES,
+            "cross_entropy",
+            {"weight": [1, -1]},
+            "loss: cross_entropy.weight.1: got -1, expected at le",
+        ),
+        (LOSSES, "cross_entropy", {"weight": [float("nan")]}, "loss: cross_entropy.weight.0: got nan, exp"),
+        (
+            MEASURES,
+            "hessian_trace",
+            {"probes": "3"},
+            "hessian_trace.probes: got '3', expected a whole number",
+        ),
+    ],
+)
+def test_options_that_a_plugin_does_not_take(
+    kind: PluginKind, name: str, options: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        configured(kind, name, options, Path())
 
 
 @pytest.fixture
@@ -72,10 +110,10 @@ def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         names = INSTALLED.get(group, {})
         return [EntryPoint(name, f"other_package:{kind}", group) for name, kind in names.items()]
 
-    monkeypatch.setattr(plugin_options, "entry_points", entry_points)
-    plugin_options.installed_plugins.cache_clear()
+    monkeypatch.setattr(plugin_names, "entry_points", entry_points)
+    plugin_names.installed_plugins.cache_clear()
     yield
-    plugin_options.installed_plugins.cache_clear()
+    plugin_names.installed_plugins.cache_clear()
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 from typer.models import ArgumentInfo
 
-from psgrad.cli.app import app
+from psgrad.cli.app import COMMANDS, app
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "commands.md"
 
@@ -36,26 +36,19 @@ exit codes:
 | 4 | a gate could not be evaluated; this is not a pass |
 | 130, 143 | interrupted by Ctrl-C, or by SIGTERM; finished work stays, and `--resume` continues |
 
-`psgrad --install-completion` installs completion of commands, options and their values for your shell;
-`--show-completion` prints the script instead. The output has no colours if `NO_COLOR` is set or if it does
+`psgrad --install-completion` installs completion of commands and options for your shell; `--show-completion`
+prints the script instead. The output has no colours if `NO_COLOR` is set or if it does
 not go to a terminal.
 """
 
 
 def page(text: str) -> str:
     """The whole page; nothing of its present `text` stays."""
-    panels: dict[str, list[Any]] = {}
-    for command in app.registered_commands:
-        panels.setdefault(str(command.rich_help_panel), []).append(command)
+    made = {str(command.name): command.callback for command in app.registered_commands}
     parts = [HEAD]
-    for panel, commands in panels.items():
-        parts.append(f"## {panel}\n")
-        parts += [section(name_of(command), command.callback) for command in commands]
+    for heading, names in COMMANDS.items():
+        parts += [f"## {heading}\n", *(section(name, made[name]) for name in names)]  # type: ignore[arg-type]
     return "\n".join(parts)
-
-
-def name_of(command: Any) -> str:
-    return str(command.name or command.callback.__name__)
 
 
 def section(name: str, callback: Callable[..., None]) -> str:

@@ -33,7 +33,7 @@ def page(text: str) -> str:
 def generated() -> str:
     """A heading and a table of keys for each section, outer sections first."""
     content = schema()
-    definitions = content["definitions"]
+    definitions = content["$defs"]
     parts = []
     for path, kind in sections(Config, ""):
         found = content if kind is Config else definition(definitions[kind.__name__])

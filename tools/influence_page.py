@@ -1,4 +1,4 @@
-"""docs/reference/influence-truth.md: how well each influence method predicts retraining, from the stored
+"""benchmarks/influence-truth.md: how well each influence method predicts retraining, from the stored
 results of benchmarks/influence_settings.py.
 
 `python -m tools.pages` writes it. A setting without a stored result is listed as not measured.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "reference" / "influence-truth.md"
+PAGE = ROOT / "benchmarks" / "influence-truth.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- made by tools/influence_page.py -->\n", "<!-- end of the made part -->\n"
 TITLES = {

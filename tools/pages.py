@@ -16,11 +16,9 @@ from tools import (
     layers,
     measures_page,
     operators_page,
-    plugin_options,
 )
 
 GENERATORS = (
-    plugin_options,
     commands_page,
     config_page,
     layers,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.check import show_check
-from psgrad.cli.command import Panel, command
 from psgrad.cli.options import (
     AsJson,
     ConfigPath,
@@ -20,11 +19,10 @@ from psgrad.cli.options import (
     Verbose,
     part_of,
     read_config,
-    require_one_of,
-    require_part_alone,
+    require_alone,
     say_computed,
 )
-from psgrad.cli.processes import ProcessesOption, require_free, shared_run
+from psgrad.cli.processes import ProcessesOption, require_free, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import EXIT_OK
 
@@ -78,7 +76,6 @@ Quiet = Annotated[
 ]
 
 
-@command(Panel.QUALITY, 1)
 def analyze(
     config: ConfigPath,
     limit: Limit = None,
@@ -96,15 +93,18 @@ def analyze(
     part: Part = None,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
-    """Compute the gradient of each sample, rank the samples, find outliers, and compute the measures of the
-    config.
+    """Measure each sample by its gradient, and find outliers.
 
     Prints the top of the ranking, then the path of the run folder with the whole table, the measures, the
     plots and report.html. psgrad validate lists the mistakes of a config faster.
     """
-    require_one_of(quiet and verbose, "--quiet", "--verbose")
-    require_one_of(resume and overwrite, "--resume", "--overwrite")
-    require_part_alone(part, "analyze", {"--processes": processes > 1, "--overwrite": overwrite})
+    if quiet:
+        require_alone("--quiet", {"--verbose": verbose})
+    if resume:
+        require_alone("--resume", {"--overwrite": overwrite})
+    if part is not None:
+        require_alone("--part", {"--processes": processes > 1, "--overwrite": overwrite})
+        require_one("analyze --part")
     resolved = read_config(config, settings, output)
     style = ProgressStyle.none if quiet else shown
     if part is not None:
@@ -168,9 +168,8 @@ def show_result(
 
 def _say(result: AnalyzeResult, verbose: bool) -> None:
     from psgrad.reports.analyze_terminal import summary
-    from psgrad.run.results.manifest import read_manifest
 
-    run = read_manifest(result.manifest)
+    run = result.manifest
     if run.partial:
         which = f"{run.counts.samples:,} of {run.counts.in_dataset:,} samples"
         seed = run.sampled_by
@@ -178,4 +177,4 @@ def _say(result: AnalyzeResult, verbose: bool) -> None:
         typer.echo(f"PARTIAL: {which}", err=True)
     typer.echo(summary(result), err=True)
     if verbose:
-        say_computed(result.manifest)
+        say_computed(result.manifest.content())

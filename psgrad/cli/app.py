@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,26 +12,66 @@ import typer
 from typer.core import TyperGroup
 
 from psgrad import __version__
-from psgrad.cli.command import registered_commands
+from psgrad.cli.analyze import analyze
+from psgrad.cli.check import baseline_save, check
+from psgrad.cli.command import with_boundary
+from psgrad.cli.diff import diff
+from psgrad.cli.dp_audit import dp_audit
+from psgrad.cli.dp_budget import dp_budget
+from psgrad.cli.dp_report import dp_report
+from psgrad.cli.dp_step import dp_step
+from psgrad.cli.influence import influence, influence_index
+from psgrad.cli.init import init
+from psgrad.cli.merge import merge
+from psgrad.cli.ops import ops
+from psgrad.cli.plan import plan
+from psgrad.cli.report import report
+from psgrad.cli.schema import schema
+from psgrad.cli.select import select
+from psgrad.cli.validate import validate
+
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "Begin": {"init": init, "validate": validate, "schema": schema},
+    "Data quality": {
+        "analyze": analyze,
+        "report": report,
+        "merge": merge,
+        "check": check,
+        "baseline save": baseline_save,
+        "diff": diff,
+        "select": select,
+    },
+    "Influence": {"influence": influence, "influence index": influence_index},
+    "Private training": {
+        "dp-step": dp_step,
+        "dp-audit": dp_audit,
+        "dp-budget": dp_budget,
+        "dp-report": dp_report,
+    },
+    "Inside": {"plan": plan, "ops": ops},
+}
+"""heading -> name, of one word or two -> function, in the order of `psgrad --help`."""
 
 
 class _Commands(TyperGroup):
-    """Commands of one word or of two: `psgrad influence CONFIG` beside `psgrad influence index CONFIG`. Their
-    flags take no value, and `--help` shows none.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        for command in (self, *self.commands.values()):
-            for param in command.params:
-                if getattr(param, "is_flag", False):
-                    param.metavar = ""
+    """Commands of one word or of two: `psgrad influence CONFIG` beside `psgrad influence index CONFIG`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         two = " ".join(args[:2])
         if two in self.commands:
             return two, self.commands[two], args[2:]
         return super().resolve_command(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """One screen: the options without those of completion, and a line for each command."""
+        shown = [each for each in self.get_params(ctx) if "completion" not in str(each.name)]
+        with formatter.section("Options"):
+            formatter.write_dl([record for each in shown if (record := each.get_help_record(ctx))])
+        formatter.write("\n")
+        for heading, commands in COMMANDS.items():
+            formatter.write(f"{heading}:\n")
+            for name in commands:
+                formatter.write(f"  {name:<16} {self.commands[name].get_short_help_str(60)}\n")
 
 
 app = typer.Typer(
@@ -44,14 +83,13 @@ app = typer.Typer(
         " be evaluated, 130/143 interrupted."
     ),
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _module in pkgutil.iter_modules(importlib.import_module("psgrad.cli").__path__):
-    if _module.name != "app":
-        importlib.import_module(f"psgrad.cli.{_module.name}")
-for _command in registered_commands():
-    app.command(_command.name, rich_help_panel=str(_command.panel))(_command.function)
+for _commands in COMMANDS.values():
+    for _name, _function in _commands.items():
+        app.command(_name)(with_boundary(_function))
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psgrad.cli.command import Panel, command
 from psgrad.cli.options import RunPath
 from psgrad.errors import EXIT_OK
 
@@ -65,7 +64,6 @@ Grow = Annotated[
 ]
 
 
-@command(Panel.QUALITY, 3)
 def check(
     run: RunPath,
     baseline: BaselineFile = None,
@@ -74,11 +72,11 @@ def check(
     output: ToFile = None,
     exit_zero: ExitZero = False,
 ) -> None:
-    """Evaluate the gate of a finished run: its limits on outliers and on samples that are not finite.
+    """Evaluate the gate of a finished run, for CI.
 
-    Exit codes: 0 passed, 1 failed, 2 a wrong option or config, 3 a run that can't be read, 4 not evaluable,
-    which is not a pass. Writes findings.jsonl and check.json in the run folder. Needs neither the model nor
-    the data.
+    The gate has limits on outliers and on samples that are not finite. Exit codes: 0 passed, 1 failed, 2
+    a wrong option or config, 3 a run that can't be read, 4 not evaluable, which is not a pass. Writes
+    findings.jsonl and check.json in the run folder. Needs neither the model nor the data.
     """
     from psgrad.commands.check import check as evaluated
 
@@ -122,17 +120,16 @@ def write_text(text: str, output: Path | None) -> None:
     RunFolder(output.parent).write_bytes(output.name, text.encode("utf-8", "backslashreplace"))
 
 
-@command(Panel.QUALITY, 4, "baseline save")
 def baseline_save(
     run: RunPath,
     output: BaselinePath = Path("psgrad-baseline.json"),
     grow: Grow = False,
 ) -> None:
-    """Accept the findings of a finished run, so that later gates count only new ones; store its scores as a
-    reference for later samples.
+    """Accept findings, so that later gates count new ones.
 
-    An existing baseline only becomes smaller: entries that are no longer found are dropped, and new findings
-    are refused, unless --grow is given. Prints the path of the file.
+    The scores of the run are stored, too, as a reference for later samples. An existing baseline only
+    becomes smaller: entries that are no longer found are dropped, and new findings are refused, unless
+    --grow is given. Prints the path of the file.
     """
     from psgrad.commands.check import save_baseline
 

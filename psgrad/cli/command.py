@@ -1,8 +1,4 @@
-"""The registry of commands, and what all of them share: `--debug`, and a message and an exit code for each
-error.
-
-A command is one file in `psgrad/cli`, with a function below `@command`.
-"""
+"""What all commands share: `--debug`, and a message and an exit code for each error and signal."""
 
 from __future__ import annotations
 
@@ -17,11 +13,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import wraps
 from types import FrameType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
@@ -30,53 +24,10 @@ from psgrad.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUNTIME, EXIT_TERMINAT
 from psgrad.reports.words import printable
 
 _Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Function = TypeVar("Function", bound=Callable[..., None])
 
 
-class Panel(StrEnum):
-    """The groups of commands in `psgrad --help`, in order."""
-
-    BEGIN = "Begin"
-    QUALITY = "Data quality"
-    INFLUENCE = "Influence"
-    PRIVACY = "Private training"
-    INSIDE = "Inside"
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command.
-
-    Attributes:
-        name: one word or two, as on the command line.
-        place: within the panel; commands without one come last, by name.
-        function: a function of Typer; its docstring is the help.
-    """
-
-    name: str
-    panel: Panel
-    place: int
-    function: Callable[..., None]
-
-
-_registered: dict[str, Command] = {}
-
-
-def command(panel: Panel, place: int = 99, name: str | None = None) -> Callable[[Function], Function]:
-    """Registers the function below it, with the option --debug. name: by default the function's, with dashes
-    for underscores.
-    """
-
-    def register(function: Function) -> Function:
-        known_as = name or function.__name__.replace("_", "-")
-        _registered[known_as] = Command(known_as, panel, place, _in_boundary(function))
-        return function
-
-    return register
-
-
-def _in_boundary(function: Callable[..., None]) -> Callable[..., None]:
-    """The function with one more option, --debug, and with words for its errors (see `boundary`)."""
+def with_boundary(function: Callable[..., None]) -> Callable[..., None]:
+    """The command with one more option, --debug, and with words for its errors (see `boundary`)."""
 
     @wraps(function)
     def run(debug: bool = False, **options: Any) -> None:
@@ -89,12 +40,6 @@ def _in_boundary(function: Callable[..., None]) -> Callable[..., None]:
     vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), debug])
     run.__annotations__ = {**function.__annotations__, "debug": _Debug}
     return run
-
-
-def registered_commands() -> list[Command]:
-    """All commands of the modules that are imported by now, in the order of `psgrad --help`."""
-    panels = list(Panel)
-    return sorted(_registered.values(), key=lambda each: (panels.index(each.panel), each.place, each.name))
 
 
 class Terminated(KeyboardInterrupt):
@@ -178,38 +123,35 @@ def _leave(message: str, exit_code: int, debug: bool) -> None:
 def _no_room(error: OSError) -> str:
     return (
         f"error: what is printed can't be written: {error.strerror}\n"
-        "  likely cause: standard output goes to a disk that is full\n"
         "  next step: free some space, or print to another place; the files of the run are in its folder"
     )
 
 
 _LEFT_EARLY = (
     "error: code that the config names has called sys.exit, before psgrad was done\n"
-    "  expected: a function that returns\n"
     "  next step: --debug shows the line"
 )
 
 
 def _no_memory(error: MemoryError) -> str:
     origin = traceback.extract_tb(error.__traceback__)[-1]
-    told = str(error).strip().split("\n")[0][:500]
+    words = str(error).strip().split("\n")[0][:500]
     return (
-        f"error: out of memory in {origin.name}"
-        + (f": {told}" if told else "")
-        + "\n  likely cause: an option asks for very many or very large things, or other processes have the"
-        " memory\n  next step: make the option smaller, or free memory, and run psgrad again; analyze goes"
-        " on with --resume"
+        f"error: out of memory in {origin.name}{f': {words}' if words else ''}\n"
+        "  next step: make the option smaller that asks for much, or free memory, and run psgrad again;"
+        " analyze goes on with --resume"
     )
 
 
 def _internal_error(error: Exception) -> str:
     origin = traceback.extract_tb(error.__traceback__)[-1]
-    text = str(error).strip().split("\n")[0][:500]
+    words = str(error).strip().split("\n")[0][:500]
     torch = getattr(sys.modules.get("torch"), "__version__", "not loaded")
     return (
-        f"internal error: {type(error).__name__}: {text}\n  where: {origin.name} in {origin.filename}, line"
-        f" {origin.lineno}\n  versions: psgrad {__version__}, Python {platform.python_version()}, torch"
-        f" {torch}, {platform.system()}\n  likely cause: a mistake in psgrad, not in your config\n  next"
-        " step: run the same command with --debug, and report what it prints with the config to psgrad's"
-        " issue tracker"
+        f"internal error: {type(error).__name__}: {words}\n"
+        f"  where: {origin.name} in {origin.filename}, line {origin.lineno}\n"
+        f"  versions: psgrad {__version__}, Python {platform.python_version()}, torch {torch},"
+        f" {platform.system()}\n"
+        "  next step: this is a mistake in psgrad, not in your config; report it with what --debug prints and"
+        " the config"
     )

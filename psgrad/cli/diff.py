@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.check import write_text
-from psgrad.cli.command import Panel, command
 
 if TYPE_CHECKING:
     from psgrad.run.results.findings import Comparison
@@ -43,7 +42,6 @@ ToFile = Annotated[
 ]
 
 
-@command(Panel.QUALITY, 5)
 def diff(
     a: RunA,
     b: RunB,
@@ -51,11 +49,11 @@ def diff(
     style: AFormat = DiffFormat.terminal,
     output: ToFile = None,
 ) -> None:
-    """Compare two finished runs: which samples are new, gone, higher or lower, and how similar the two
-    rankings are.
+    """Compare two finished runs, sample by sample.
 
-    Samples are matched by their id if the config names one, else by their content. Needs neither the model
-    nor the data.
+    Says which samples are new, gone, higher or lower, and how similar the two rankings are. Samples are
+    matched by their id if the config names one, else by their content. Needs neither the model nor the
+    data.
     """
     from psgrad.commands.diff import diff as compared
     from psgrad.reports.comparison import render_comparison, sentences

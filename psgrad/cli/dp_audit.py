@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from psgrad.cli.command import Panel, command
 from psgrad.cli.options import AsJson, ConfigPath, Overwrite, Settings, read_config
 from psgrad.cli.processes import ProcessesOption, require_free, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
@@ -52,7 +51,6 @@ AuditOutput = Annotated[
 ]
 
 
-@command(Panel.PRIVACY, 2)
 def dp_audit(
     config: ConfigPath,
     canaries: CanaryCount = None,
@@ -66,13 +64,13 @@ def dp_audit(
     processes: ProcessesOption = 1,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
-    """Attack the steps that a config describes: a lower bound on epsilon beside the accounted one, the noise,
-    the true sensitivity.
+    """Attack private steps, to test their guarantee.
 
-    Takes the config's private steps with canaries: records with planted gradients that are in the data by the
+    Finds a lower bound on epsilon beside the accounted one, the noise, and the true sensitivity. Takes
+    the config's private steps with canaries: records with planted gradients that are in the data by the
     toss of a coin. Guesses the coins. Then takes one step on neighbouring datasets with the same random
-    numbers. Trains nothing, spends nothing, and does not change a run in the config's output. Exit code 1 if
-    the declared guarantee is contradicted.
+    numbers. Trains nothing, spends nothing, and does not change a run in the config's output. Exit code 1
+    if the declared guarantee is contradicted.
     """
     resolved = read_config(config, settings, None)
     folder = output or resolved.output_of("audit")

@@ -8,21 +8,20 @@ from typing import Annotated
 
 import typer
 
-from psgrad.cli.command import Panel, command
 from psgrad.cli.options import AsJson
 
 
-@command(Panel.PRIVACY, 3)
 def dp_budget(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="The file of privacy.budget.", show_default=False)
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Show what all private runs on a dataset spent together, and verify the file that says so.
+    """Show what all private runs on a dataset spent.
 
-    Exit code 3 if the file was edited, or lines of it are missing. An older copy of it is whole, too: compare
-    the number of lines and the last hash with those that were printed before.
+    Verifies the file that says so. Exit code 3 if the file was edited, or lines of it are missing. An
+    older copy of it is whole, too: compare the number of lines and the last hash with those that were
+    printed before.
     """
     from psgrad.commands.private_budget import dp_budget as read
     from psgrad.reports.privacy import write_budget

@@ -8,21 +8,20 @@ from typing import Annotated
 
 import typer
 
-from psgrad.cli.command import Panel, command
 from psgrad.cli.options import AsJson
 from psgrad.errors import EXIT_GATE_FAILED
 
 
-@command(Panel.PRIVACY, 4)
 def dp_report(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="The folder of a psgrad dp-step.", show_default=False)
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Say what a private run guarantees: to an attacker, for groups and at other deltas; and what it assumes.
+    """Say what a private run guarantees, and assumes.
 
-    Reads public/ alone, and writes public/report.html. Exit code 1 if the files contradict each other.
+    To an attacker, for groups and at other deltas. Reads public/ alone, and writes public/report.html.
+    Exit code 1 if the files contradict each other.
     """
     from psgrad.commands.dp_report import dp_report as report_of
     from psgrad.reports.privacy_report import write_report

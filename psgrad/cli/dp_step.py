@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Output, Overwrite, Settings, read_config, require_alone
 from psgrad.cli.processes import OPTION, ProcessesOption, require_free, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
@@ -49,7 +48,6 @@ AsJson = Annotated[
 ]
 
 
-@command(Panel.PRIVACY, 1)
 def dp_step(
     config: ConfigPath,
     steps: Steps = 1,
@@ -64,17 +62,17 @@ def dp_step(
     processes: ProcessesOption = 1,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
-    """Take differentially private steps: draw a batch, clip each record's gradient, add noise, update,
-    account.
+    """Take differentially private training steps.
 
-    Prints what was spent and what it protects, then the run folder, of which public/ may be published.
+    A step draws a batch, clips each record's gradient, adds noise, updates, and accounts. Prints what was
+    spent and what it protects, then the run folder, of which public/ may be published.
 
     docs/explanation/dp.md says what is guaranteed, and what is outside it.
     """
     style = "json" if as_json else "terminal"
     if plan:
         given = {"--resume": resume, "--show-private": show_private, OPTION: processes > 1}
-        require_alone("--plan", "takes no step", "a run", given)
+        require_alone("--plan", given)
         require_one("dp-step --plan")
         resolved = read_config(config, settings, output)
         from psgrad.commands.dp_plan import dp_plan as run_dp_plan

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psgrad.cli.command import Panel, command
 from psgrad.cli.options import (
     AsJson,
     ConfigPath,
@@ -21,17 +20,13 @@ from psgrad.cli.options import (
     Part,
     Settings,
     Verbose,
-    complete_method,
     part_of,
     read_config,
     require_alone,
-    require_one_of,
-    require_part_alone,
     say_computed,
 )
-from psgrad.cli.processes import ProcessesOption, in_a_group, require_free, shared_run
+from psgrad.cli.processes import ProcessesOption, in_a_group, require_free, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
-from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from psgrad.run.results import InfluenceResult
@@ -41,7 +36,6 @@ class EvaluationKind(StrEnum):
     loo = "loo"
     lds = "lds"
     removal = "removal"
-    curve = "curve"
 
 
 Top = Annotated[
@@ -52,9 +46,7 @@ Top = Annotated[
 ]
 MethodName = Annotated[
     str | None,
-    typer.Option(
-        "--method", metavar="NAME", help="Method, with its default options.", autocompletion=complete_method
-    ),
+    typer.Option("--method", metavar="NAME", help="Method, with its default options."),
 ]
 Matrix = Annotated[
     bool,
@@ -73,18 +65,9 @@ Evaluate = Annotated[
     typer.Option(
         "--evaluate",
         help=(
-            "Do not rank, but retrain and compare: without one example (loo), on subsets (lds), without"
-            " each query's strongest proponents (removal), or without the rows that help or hurt all queries"
-            " most (curve)."
+            "Do not rank, but retrain and compare: without one example (loo), on subsets (lds), or"
+            " without each query's strongest proponents (removal)."
         ),
-    ),
-]
-Remove = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--remove",
-        metavar="AMOUNT",
-        help="Of --evaluate curve: how many rows are left out, such as 1% or 20. May be repeated.",
     ),
 ]
 QueriesPart = Annotated[
@@ -117,15 +100,14 @@ UpdateIndex = Annotated[
     typer.Option(
         "--update",
         help=(
-            "Let a finished index follow its data: compute the rows that are new, and leave out those that"
-            " are gone. An update that was interrupted is continued."
+            "Let a finished index follow its data: compute the rows that are new, behind the others, and"
+            " leave out those that are gone."
         ),
     ),
 ]
 OverwriteIndex = Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there already.")]
 
 
-@command(Panel.INFLUENCE, 1)
 def influence(
     config: ConfigPath,
     method: MethodName = None,
@@ -137,7 +119,6 @@ def influence(
     matrix: Matrix = False,
     report: Report = True,
     evaluate: Evaluate = None,
-    remove: Remove = None,
     output: Output = None,
     settings: Settings = None,
     overwrite: Overwrite = False,
@@ -147,30 +128,25 @@ def influence(
     verbose: Verbose = False,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
-    """Rank the training examples by their influence on each query, and on all queries together.
+    """Rank the training examples that made the model do this.
 
-    A positive score: the training example helps the query. The unit is printed; for most methods it is the
-    predicted rise of the query's loss if the example were removed. Prints the strongest examples for the
-    first queries, then the path of the run folder.
+    By their influence on each query, and on all queries together. A positive score: the training example
+    helps the query. The unit is printed; for most methods it is the predicted rise of the query's loss if
+    the example were removed. Prints the strongest examples for the first queries, then the path of the
+    run folder.
 
     `psgrad influence index CONFIG` builds the config's index, with which any number of queries take seconds.
     """
     style = "json" if as_json else "terminal"
     chosen = {"ids": ids, "where": where, "wrong": wrong or None, "worst": worst}
     settings = [*(settings or ()), *_settings("influence.queries", chosen)]
-    settings += _settings("influence.evaluate", {"remove": remove})
     settings += _settings("influence", {"method": None if method is None else {"name": method}, "top": top})
-    if remove and evaluate is not EvaluationKind.curve:
-        raise ConfigError(
-            "--remove was given without --evaluate curve",
-            expected="--evaluate curve, which leaves rows out and trains again",
-            next_step="add it: nothing else removes rows",
-        )
-    excluded = {"--processes": processes > 1, "--overwrite": overwrite}
-    require_part_alone(part, "influence", {**excluded, "--evaluate": evaluate is not None})
+    if part is not None:
+        given = {"--overwrite": overwrite, "--evaluate": evaluate is not None}
+        require_alone("--part", {"--processes": processes > 1, **given})
+        require_one("influence --part")
     if evaluate is not None:
-        given = {"--matrix": matrix, "--top": top is not None}
-        require_alone("--evaluate", "ranks nothing", "a ranking", given)
+        require_alone("--evaluate", {"--matrix": matrix, "--top": top is not None})
         # The folder of an evaluation is its own: the config's is that of the scores.
         resolved = read_config(config, settings, None)
         folder = output or resolved.output_of(evaluate.value)
@@ -189,7 +165,7 @@ def influence(
             )
         if evaluation is not None:  # on the first rank
             if verbose:
-                say_computed(evaluation.manifest)
+                say_computed(evaluation.manifest.content())
             write_evaluation(evaluation, style, sys.stdout)
         return
     resolved = read_config(config, settings, output)
@@ -214,11 +190,10 @@ def influence(
         )
     if result is not None:  # on the first rank
         if verbose:
-            say_computed(result.manifest)
+            say_computed(result.manifest.content())
         show_scores(result, resolved.influence.top, style)
 
 
-@command(Panel.INFLUENCE, 2, "influence index")
 def influence_index(
     config: ConfigPath,
     resume: Resume = False,
@@ -230,14 +205,16 @@ def influence_index(
     verbose: Verbose = False,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
-    """Build the index of a config: its training gradients on disk, computed once for many queries.
+    """Store training gradients, for many queries.
 
     `influence.index` of the config says where it is and what it stores. Prints its path.
     """
-    excluded = {"--processes": processes > 1, "--overwrite": overwrite, "--update": update}
-    require_part_alone(part, "influence index", excluded)
-    require_one_of(update and resume, "--update", "--resume")
-    require_one_of(update and overwrite, "--update", "--overwrite")
+    if part is not None:
+        given = {"--overwrite": overwrite, "--update": update}
+        require_alone("--part", {"--processes": processes > 1, **given})
+        require_one("influence index --part")
+    if update:
+        require_alone("--update", {"--resume": resume, "--overwrite": overwrite})
     resolved = read_config(config, settings, None)
     which = None if part is None else part_of(part)
     wanted = resolved.influence.index

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from psgrad.cli.analyze import Check, Quiet, Report, show_result
-from psgrad.cli.command import Panel, command
 from psgrad.cli.influence import show_scores
 from psgrad.cli.options import AsJson, Verbose, say_computed
 from psgrad.cli.processes import require_one
@@ -24,7 +23,6 @@ Run = Annotated[
 ]
 
 
-@command(Panel.QUALITY, 2)
 def merge(
     output: Run,
     check: Check = False,
@@ -34,10 +32,11 @@ def merge(
     verbose: Verbose = False,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
-    """Check that all parts of a run are there, judge its samples, and write its tables and report; join the
-    scores of all parts; or finish an index.
+    """Join the parts of a run that were made with --part.
 
-    Prints what psgrad analyze, psgrad influence, or psgrad influence index prints.
+    Checks that all parts are there. Of analyze it judges the samples, and writes tables and report; of
+    influence it joins the scores; an index is finished. Prints what psgrad analyze, psgrad influence, or
+    psgrad influence index prints.
     """
     require_one("merge")
     from psgrad.run.gradient_index import GradientIndex
@@ -59,11 +58,11 @@ def merge(
         with progress_display(style) as progress:
             scores = merge_influence(output, report=report, progress=progress)
         if verbose:
-            say_computed(scores.manifest)
-        show_scores(scores, scores.manifest["config"]["influence"]["top"], "json" if as_json else "terminal")
+            say_computed(scores.manifest.content())
+        show_scores(scores, scores.manifest.setting("influence", "top"), "json" if as_json else "terminal")
         return
     from psgrad.commands.parts import merge as run_merge
 
     with progress_display(style) as progress:
         result = run_merge(output, report=report, progress=progress)
-    show_result(result, result.manifest["config"]["analyze"]["top"], check, as_json, quiet, verbose)
+    show_result(result, result.manifest.setting("analyze", "top"), check, as_json, quiet, verbose)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from enum import StrEnum
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psgrad.cli.command import Panel, command
+from psgrad.cli.options import AsJson
 from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,21 +26,11 @@ Pattern = Annotated[
 ]
 
 
-class OpsFormat(StrEnum):
-    terminal = "terminal"
-    json = "json"
-    csv = "csv"
-    markdown = "markdown"
-
-
-@command(Panel.INSIDE, 2)
 def ops(
     pattern: Pattern = None,
-    style: Annotated[
-        OpsFormat, typer.Option("--format", help="How the table is written.")
-    ] = OpsFormat.terminal,
+    as_json: AsJson = False,
 ) -> None:
-    """List PyTorch's operators, and how each is differentiated and batched.
+    """List PyTorch's operators, and the rule of each.
 
     "own rule" and "constant" (zero derivative): psgrad has a rule for the operator. "decomposed": it runs as
     a program of other operators, and is refused by name if one of those is. An in-place operator runs as the
@@ -48,7 +38,8 @@ def ops(
     PyTorch's own derivatives.
     """
     from psgrad.engine.transforms.rules.registry import Coverage, coverage
-    from psgrad.reports.terminal import write_listing
+    from psgrad.reports.tables import TableColumn, table
+    from psgrad.reports.terminal import print_table, write_json
 
     found = [row for row in coverage() if matches(row.operator, pattern)]
     if not found:
@@ -57,7 +48,11 @@ def ops(
             expected="a part of a name as PyTorch writes it (aten::add.Tensor), or a pattern with * and ?",
             next_step="psgrad ops without a pattern lists them all",
         )
-    write_listing(Coverage._fields, found, style.value, sys.stdout)
+    if as_json:
+        write_json([row._asdict() for row in found], sys.stdout)
+    else:
+        columns = [TableColumn(name, attrgetter(name)) for name in Coverage._fields]
+        print_table(table("list", "", columns, found), sys.stdout)
     typer.echo(summary(found), err=True)
 
 

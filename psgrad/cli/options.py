@@ -1,59 +1,18 @@
-"""The arguments that commands share, declared once, and what `-v` prints.
-
-What a shell completes: keys of a config, measures, methods. No torch.
-"""
+"""The arguments that commands share, declared once, and what `-v` prints. No torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from psgrad.cli.processes import require_one
 from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from psgrad.config import Config
-    from psgrad.config.values import ConfigSection
-
-_MEASURES = "analyze.measures=["
-
-
-def complete_setting(incomplete: str) -> list[str]:
-    """Dotted keys for `--set`; behind `analyze.measures=[` the names of measures."""
-    if incomplete.startswith(_MEASURES):
-        from psgrad.config.plugin_options import plugin_names
-
-        begun, _, last = incomplete.removeprefix(_MEASURES).rpartition(",")
-        before = f"{_MEASURES}{begun}," if begun else _MEASURES
-        return [f"{before}{name}]" for name in plugin_names("measures") if name.startswith(last.strip())]
-    from psgrad.config import Config
-
-    return [f"{key}=" for key in _keys(Config, "") if key.startswith(incomplete)]
-
-
-def complete_method(incomplete: str) -> list[str]:
-    """Names of influence methods."""
-    from psgrad.config.plugin_options import plugin_names
-
-    return [name for name in plugin_names("methods") if name.startswith(incomplete)]
-
-
-def _keys(section: type[ConfigSection], above: str) -> Iterator[str]:
-    """The keys that hold plain values, dotted. Lists of sections count as plain: they are written whole."""
-    from psgrad.config.values import sections_in
-
-    for key, info in section.model_fields.items():
-        inside = next(sections_in(info.annotation), None)
-        if inside is None or str(info.annotation).startswith("list"):
-            yield f"{above}{key}"
-        else:
-            yield from _keys(inside, f"{above}{key}.")
-
-
 ConfigPath = Annotated[
     Path,
     typer.Argument(
@@ -72,7 +31,6 @@ Settings = Annotated[
         "--set",
         metavar="A.B=C",
         help="Change one value of the config: dotted path, YAML value. May be repeated.",
-        autocompletion=complete_setting,
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the run folder.")]
@@ -95,35 +53,13 @@ def part_of(given: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-def require_one_of(both: bool, first: str, second: str) -> None:
-    """Raises ConfigError where two options were given that exclude each other."""
-    if both:
-        raise ConfigError(
-            f"{first} was given together with {second}", expected="one of them", next_step="leave one out"
-        )
-
-
-def require_part_alone(part: str | None, command: str, given: Mapping[str, bool]) -> None:
-    """Raises ConfigError for --part with an option that it excludes, or in one of several processes. given:
-    option -> whether it was given.
+def require_alone(option: str, others: Mapping[str, bool]) -> None:
+    """Raises ConfigError where an option was given with one that it excludes. others: option -> whether it
+    was given.
     """
-    if part is not None:
-        for other, there in given.items():
-            require_one_of(there, "--part", other)
-        require_one(f"{command} --part")
-
-
-def require_alone(option: str, which: str, others: str, given: Mapping[str, bool]) -> None:
-    """Raises ConfigError where an option was given with one that it excludes. which: what it does; others:
-    what they are of; given: option -> whether it was given.
-    """
-    for other, there in given.items():
-        if there:
-            raise ConfigError(
-                f"{option} was given together with {other}",
-                expected=f"{option}, which {which}, or an option of {others}",
-                next_step="leave one of them out",
-            )
+    for other, given in others.items():
+        if given:
+            raise ConfigError(f"{option} was given together with {other}", next_step="leave one of them out")
 
 
 def read_config(path: Path, settings: list[str] | None, output: Path | None) -> Config:

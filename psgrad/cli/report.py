@@ -7,10 +7,7 @@ from typing import Annotated
 
 import typer
 
-from psgrad.cli.command import Panel, command
 
-
-@command(Panel.QUALITY, 2)
 def report(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a finished `psgrad analyze`.", show_default=False)
@@ -22,9 +19,9 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Make report.html and plots/ of a finished run again from its folder, without the model and the data.
+    """Make report.html of a finished run again.
 
-    Prints the path of the page.
+    And plots/, from the run folder alone, without the model and the data. Prints the path of the page.
     """
     from psgrad.commands.report import report as run_report
 

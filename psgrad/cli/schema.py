@@ -6,12 +6,9 @@ import json
 
 import typer
 
-from psgrad.cli.command import Panel, command
 
-
-@command(Panel.BEGIN, 3)
 def schema() -> None:
-    """Print the JSON Schema of a config, from which editors complete and check YAML.
+    """Print the JSON Schema of a config, for editors.
 
     An editor with the YAML language server reads it if the config's first line is `# yaml-language-server:
     $schema=FILE`.

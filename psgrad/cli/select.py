@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from psgrad.cli.command import Panel, command
 from psgrad.cli.options import RunPath
 
 Where = Annotated[
@@ -54,7 +53,6 @@ Rejected = Annotated[
 OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")]
 
 
-@command(Panel.QUALITY, 6)
 def select(
     run: RunPath,
     output: ToFile,
@@ -65,11 +63,12 @@ def select(
     rejected: Rejected = None,
     overwrite: OverwriteFile = False,
 ) -> None:
-    """Write the rows of a run's dataset that are chosen by columns of the run into a new file.
+    """Write the rows that a run chooses into a new file.
 
-    The run is one of analyze or influence. Rows of tables are copied with all their columns; of arrays,
-    archives, images and code the ids and indices are written (.txt, .csv, .jsonl, .parquet). Files that were
-    changed after the run are refused. Prints the path of the new file.
+    They are chosen by columns of the run. The run is one of analyze or influence. Rows of tables are
+    copied with all their columns; of arrays, archives, images and code the ids and indices are written
+    (.txt, .csv, .jsonl, .parquet). Files that were changed after the run are refused. Prints the path of
+    the new file.
     """
     from psgrad.commands.select import Choice
     from psgrad.commands.select import select as run_select

@@ -1,46 +1,30 @@
-"""`psgrad validate`: everything that can be wrong with a config, before it is run."""
+"""`psgrad validate`: what is wrong with a config, before it is run."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from psgrad.cli.command import Panel, command
 from psgrad.cli.options import AsJson, ConfigPath, Output, Settings, settings_of
 
 if TYPE_CHECKING:
-    from psgrad.commands.validation import Validation
-
-Deep = Annotated[
-    bool,
-    typer.Option("--deep", help="Also load model and data, and compute loss and gradients of a few rows."),
-]
+    from psgrad.commands.validate import Validation
 
 
-@command(Panel.BEGIN, 2)
 def validate(
-    config: ConfigPath,
-    deep: Deep = False,
-    output: Output = None,
-    settings: Settings = None,
-    as_json: AsJson = False,
+    config: ConfigPath, output: Output = None, settings: Settings = None, as_json: AsJson = False
 ) -> None:
-    """List all mistakes in a config and in the files that it names, without running it.
+    """List the mistakes in a config and in what it names.
 
-    Reads headers only: columns, types and lengths of the data, the tensors of checkpoints. Finds the code
-    that the config names, but does not import it. Exit code 2 if the config is wrong, 3 if a file or code
-    that it names is wrong.
+    All mistakes of the config are listed at once. Of a config without mistakes, the model, the data and
+    whatever else it names are loaded, a few rows go through the model, and the first mistake that is met is
+    printed. Exit code 2 if the config is wrong, 3 if a file or code that it names is wrong.
     """
-    from psgrad.commands.validate import validate as look
+    from psgrad.commands.validate import validate as found_by
 
-    found = look(
-        config,
-        settings_of(settings, output),
-        deep=deep,
-        say=lambda message: typer.echo(message, err=True),
-    )
+    found = found_by(config, settings_of(settings, output), say=lambda message: typer.echo(message, err=True))
     if as_json:
         typer.echo(json.dumps(found.content(), indent=2, ensure_ascii=False))
     else:

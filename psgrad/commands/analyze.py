@@ -19,15 +19,14 @@ from psgrad.commands.analyze_tables import (
 from psgrad.commands.analyze_verdict import Judging
 from psgrad.commands.check import GateFiles, check_samples, gate_files
 from psgrad.commands.class_names import label_facts_of
+from psgrad.commands.completion import completed_for_analyze
 from psgrad.commands.measure_setup import measures_of, prepare, require_mergeable
 from psgrad.commands.residence import Ranks
 from psgrad.commands.run_identity import (
     NAMES,
     NUMBER_OF_PARTS,
-    digest,
     identity,
     measure_specs,
-    names_of,
     reopen,
     require_judged_alike,
     require_same_on_ranks,
@@ -46,6 +45,7 @@ from psgrad.quality.gates import share_of
 from psgrad.run import RunFolder
 from psgrad.run.finished import load_run
 from psgrad.run.folders import SHARDS
+from psgrad.run.identity import digest
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.results import (
     AnalyzeResult,
@@ -126,7 +126,7 @@ def prepared(
     The process that leads, or is alone, reads all rows that code makes now, and keeps them.
     """
     processes = OneProcess() if processes is None else processes
-    config = config if sample else _streamed_to(config, limit)
+    config = completed_for_analyze(config if sample else _streamed_to(config, limit))
     measures = measures_of(config)
     run = set_up(config, config.output / SHARDS, Ranks.of(processes))
     in_dataset, count = len(run.samples), limited(len(run.samples), limit)
@@ -153,7 +153,7 @@ def prepared(
 def new_folder(output: Path, run: Setup, overwrite: bool) -> RunFolder:
     """The folder of a run that begins."""
     folder = RunFolder.create(output, overwrite)
-    folder.write_json(NAMES, names_of(run))
+    folder.write_json(NAMES, run.identity.names)
     return folder
 
 
@@ -284,11 +284,10 @@ def judged_before(config: Config, folder: RunFolder, gate: GateFiles) -> Analyze
     found = load_run(folder.path)
     require_judged_alike(folder.path, found.manifest, config)
     asked = config.model_dump(mode="json")["gate"]
-    if found.manifest["config"].get("gate") != asked:  # psgrad check reads it there
-        found = replace(
-            found, manifest={**found.manifest, "config": {**found.manifest["config"], "gate": asked}}
-        )
-        folder.write_manifest(found.manifest)
+    if found.manifest.setting("gate") != asked:  # psgrad check reads it there
+        manifest = replace(found.manifest, config={**found.manifest.config, "gate": asked})
+        found = replace(found, manifest=manifest)
+        folder.write_manifest(manifest.content())
     return replace(found, check=check_samples(found.samples, found.manifest, folder, gate))
 
 

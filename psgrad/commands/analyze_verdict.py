@@ -13,11 +13,11 @@ from psgrad.commands.analyze_passes import Measured, Passes
 from psgrad.commands.analyze_tables import about_rows, content_of_made
 from psgrad.commands.class_names import errors_about
 from psgrad.commands.measure_setup import PROJECTED, measures_of, prepare
-from psgrad.commands.run_identity import hashes_of, measure_specs
+from psgrad.commands.run_identity import measure_specs
 from psgrad.commands.run_progress import read_ahead
 from psgrad.commands.setup import Setup
 from psgrad.config import Config, nearest
-from psgrad.config.plugin_options import own_plugins
+from psgrad.config.plugin_names import OWN
 from psgrad.data.derived import DrawnSamples
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.measures.measure import Measure
@@ -36,7 +36,7 @@ from psgrad.quality.references import (
 from psgrad.run import RunFolder
 from psgrad.run.finished import finished_manifest, load_run
 from psgrad.run.results import SAMPLE_COLUMNS, Progress, Say
-from psgrad.run.results.manifest import ModelFacts, RunManifest, read_manifest
+from psgrad.run.results.manifest import ModelFacts, RunManifest
 
 _PREFIX = "reference-"
 _REFERENCE = "the reference"  # whose rows a message is about
@@ -137,7 +137,7 @@ class Judging:
         unsaid = [
             measure
             for measure in self._measures
-            if not measure.meanings and measure.name not in own_plugins("measures")
+            if not measure.meanings and measure.name not in OWN["measures"]
         ]
         if (
             outliers.score not in known
@@ -183,9 +183,7 @@ class Judging:
         else:
             path = base / str(source.run)
             manifest = finished_manifest(path)
-            caveats = require_comparable(
-                ours, measured_as(read_manifest(manifest)), outliers.score, str(source.run)
-            )
+            caveats = require_comparable(ours, measured_as(manifest), outliers.score, str(source.run))
             finished = load_run(path)
             rows = (
                 finished.measures[PROJECTED].arrays.get(PROJECTED) if PROJECTED in finished.measures else None
@@ -284,5 +282,5 @@ def _described(run: Setup) -> RunManifest:
     return RunManifest(
         config=run.config.model_dump(mode="json"),
         model=ModelFacts(sha256=run.loaded.sha256, trainable=trainable),
-        hashes=hashes_of(run, measure_specs(run.config)),
+        hashes=run.hashes(measure_specs(run.config)),
     )

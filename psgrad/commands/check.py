@@ -5,10 +5,9 @@ analyze`.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -33,7 +32,7 @@ from psgrad.run.finished import finished_manifest, read_columns, write_check
 from psgrad.run.results import CheckResult, Location
 from psgrad.run.results.check import CheckFacts
 from psgrad.run.results.findings import Baseline, BaselineChange
-from psgrad.run.results.manifest import RunManifest, read_manifest
+from psgrad.run.results.manifest import RunManifest
 
 BASELINE = Path("psgrad-baseline.json")
 
@@ -78,13 +77,12 @@ def check(folder: Path, *, settings: Sequence[str] = (), baseline: Path | None =
     findings.jsonl and check.json into the folder, or warns where it can't. Raises DataError for a folder that
     holds no finished run, ConfigError for wrong settings.
     """
-    manifest = finished_manifest(folder)
-    run = read_manifest(manifest)
+    run = finished_manifest(folder)
     gate, base = _gate_of(run, settings)
     if baseline is not None:
         read_baseline(baseline)  # a file that the user named must exist
-        gate = gate.model_copy(update={"baseline": baseline.absolute(), "new_only": True})
-    found = _check(_samples(folder, run), manifest, str(folder), gate_files(gate, base))
+        gate = gate.model_copy(update={"baseline": baseline.absolute()})
+    found = _check(_samples(folder, run), run, str(folder), gate_files(gate, base))
     try:
         write_check(RunFolder(folder), found)
     except OutputError as error:
@@ -94,10 +92,10 @@ def check(folder: Path, *, settings: Sequence[str] = (), baseline: Path | None =
 
 
 def check_samples(
-    samples: pd.DataFrame, manifest: Mapping[str, Any], folder: RunFolder, files: GateFiles
+    samples: pd.DataFrame, run: RunManifest, folder: RunFolder, files: GateFiles
 ) -> CheckResult:
     """The verdict on a run that has just ended, written into its folder. Raises OutputError."""
-    found = _check(samples, manifest, str(folder.path), files)
+    found = _check(samples, run, str(folder.path), files)
     write_check(folder, found)
     return found
 
@@ -110,8 +108,7 @@ def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) 
     """
     from psgrad.quality.references import saved_reference
 
-    manifest = finished_manifest(folder)
-    run = read_manifest(manifest)
+    run = finished_manifest(folder)
     if run.partial:
         raise ConfigError(
             f"{folder} can't be a baseline: the run {run.partial}",
@@ -137,8 +134,8 @@ def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) 
     return change
 
 
-def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], folder: str, files: GateFiles) -> CheckResult:
-    run, gate, warnings = read_manifest(manifest), files.gate, list(files.warnings)
+def _check(samples: pd.DataFrame, run: RunManifest, folder: str, files: GateFiles) -> CheckResult:
+    gate, warnings = files.gate, list(files.warnings)
     partial = f"the run {run.partial}" if run.partial else None
     named = named_samples(samples, run)
     if files.baseline is not None:
@@ -199,7 +196,7 @@ def _located(
     lines: dict[int, int] = {}
     if path.suffix.lower() == ".csv" and len(ordered):
         rows = samples["index"].to_numpy(int)[ordered["row"].to_numpy(int)]
-        from psgrad.data.sources.file_hashes import files_sha256  # which is needed for these files alone
+        from psgrad.run.identity import files_sha256  # which is needed for these files alone
 
         try:
             if files_sha256([path]) == run.data.fingerprint:

@@ -1,5 +1,5 @@
-"""What the numbers of classes mean in a run: the names that a stored reference or an index has, and whether
-the names of a dataset are those of the model's outputs.
+"""What the numbers of classes mean in a run: whether the names of a dataset are those of the model's outputs,
+and with how many labels the model agrees.
 """
 
 from __future__ import annotations
@@ -14,49 +14,12 @@ from psgrad.config import Config
 from psgrad.data.loss import Criterion
 from psgrad.data.rows import Samples
 from psgrad.errors import ConfigError, DataError, LossError, ModelError
-from psgrad.quality.gates import read_baseline
 from psgrad.quality.label_agreement import label_facts
-from psgrad.quality.references import CLASSES, measured_as
-from psgrad.run.finished import finished_manifest
-from psgrad.run.gradient_index import GradientIndex
-from psgrad.run.results.manifest import LabelFacts, read_manifest
+from psgrad.run.results.manifest import LabelFacts
 from psgrad.wording import first_of
 
 _SHOWN = 20
 _HINT = "list all names in data.class_names, in the order of the model's outputs"
-
-
-def with_names_of_reference(config: Config) -> Config:
-    """The config with the names of the stored run, or the baseline, that samples are compared with, where it
-    has none: a file that lacks a class is numbered as that one was.
-    """
-    source = config.analyze.outliers.reference
-    if config.data.class_names is not None or source is None or source.data is not None:
-        return config
-    if source.baseline is not None:
-        stored = (read_baseline(config.base / source.baseline).reference or {}).get("measured_as", {})
-    else:
-        stored = measured_as(read_manifest(finished_manifest(config.base / str(source.run))))
-    return _with_names(config, stored.get(CLASSES))
-
-
-def with_names_of_index(config: Config) -> Config:
-    """The config with the names of the index in its folder, where it has none."""
-    index = config.influence.index
-    if config.data.class_names is not None or index is None:
-        return config
-    stored = GradientIndex.begun(index.path)
-    return (
-        config
-        if stored is None
-        else _with_names(config, stored.description.get("fingerprint", {}).get(CLASSES))
-    )
-
-
-def _with_names(config: Config, names: list[str] | None) -> Config:
-    if names is None:
-        return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"class_names": names})})
 
 
 def require_names_of_outputs(config: Config, samples: Samples, outputs: int | None, custom: bool) -> None:

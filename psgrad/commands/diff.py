@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from psgrad.errors import DataError
 from psgrad.quality.references import UNIDENTIFIED, changed_keys, code_changes, measured_as
 from psgrad.quality.run_comparison import changes_of, counts_of, groups_of, matched, spearman
 from psgrad.run.finished import finished_manifest, read_columns
 from psgrad.run.results.findings import Comparison
-from psgrad.run.results.manifest import RunManifest, read_manifest
+from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import short_repr
 
 # Digits of a hash that are shown.
@@ -25,7 +23,7 @@ def diff(a: Path, b: Path, *, top: int = 20) -> Comparison:
     Raises DataError for a folder that holds no finished run, and for two runs that have no sample in common.
     """
     theirs, ours = finished_manifest(a), finished_manifest(b)
-    (score_a, tail_a, _), (score, tail, by) = map(_judged_by, map(read_manifest, (theirs, ours)))
+    (score_a, tail_a, _), (score, tail, by) = map(_judged_by, (theirs, ours))
     warnings = []
     if (score_a, tail_a) != (score, tail):
         warnings.append(
@@ -73,9 +71,9 @@ def _judged_by(run: RunManifest) -> tuple[str, str, str | None]:
     return run.score, outliers.get("tail") or "upper", outliers.get("group_by")
 
 
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+def _differences(a: RunManifest, b: RunManifest) -> list[str]:
     """What of the two runs is not the same, so that scores may differ for another reason than the data."""
-    before, after = measured_as(read_manifest(a)), measured_as(read_manifest(b))
+    before, after = measured_as(a), measured_as(b)
     shown = [key for key in changed_keys(before, after) if key not in ("weights", "modules", "code")]
     changed = [f"{key}: {short_repr(before[key], 70)} and {short_repr(after[key], 70)}" for key in shown]
     changed += [f"code: {words}" for words in code_changes(before, after)]
@@ -90,8 +88,8 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
             else []
         )
     for name, manifest in (("A", a), ("B", b)):
-        if partial := read_manifest(manifest).partial:
-            words.append(f"{name} is PARTIAL: it {partial}")
+        if manifest.partial:
+            words.append(f"{name} is PARTIAL: it {manifest.partial}")
     return words + [
         f"{name} {UNIDENTIFIED}"
         for name, measured in (("A", before), ("B", after))
@@ -99,7 +97,6 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _data_of(manifest: Mapping[str, Any]) -> str:
-    """The hash of what the rows of a run hold; of an older one the hash of its data's file."""
-    run = read_manifest(manifest)
+def _data_of(run: RunManifest) -> str:
+    """The hash of what the rows of a run hold, or of its data's file."""
     return str((run.identity or {}).get("data (its content)") or run.data.fingerprint or "")

@@ -40,7 +40,7 @@ from psgrad.engine.privacy.step import PrivateTraining, make_optimizer
 from psgrad.errors import ConfigError
 from psgrad.reports.words import count
 from psgrad.run import Ledger, PrivateRunFolder
-from psgrad.run.ledger_lines import require_same
+from psgrad.run.ledger_lines import require_same_run
 from psgrad.run.results import DPStepResult, Progress, Say
 from psgrad.user_code import with_code_beside
 
@@ -132,7 +132,7 @@ def dp_step(
         if snapshot is not None:
             setup = with_bound_of(setup, snapshot)
             snapshot.restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint))
-        require_same(before.header, header, f"the ledger {folder.ledger}")
+        require_same_run(before.header, header, f"the ledger {folder.ledger}")
         require_same_code(folder, was, hashes)
         manifest = replace(manifest, hashes=was)
     own = {"run": hashes["run"], "weights_sha256": hashes["weights"], "budget": budget and budget.identity}

@@ -225,6 +225,6 @@ def frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     numbers = [
         column
         for column in table.columns
-        if column not in ("method", "control", "side") and table[column].dtype == object
+        if column not in ("method", "control") and table[column].dtype == object
     ]
     return table.astype(dict.fromkeys(numbers, float))

@@ -19,7 +19,6 @@ from torch import nn
 
 from psgrad.commands.influence_checkpoints import fresh_models
 from psgrad.commands.influence_setup import InfluenceSetup, method_from
-from psgrad.commands.run_identity import code_of
 from psgrad.config import Config, EvaluationConfig, EvaluationKind
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Forward
@@ -33,7 +32,7 @@ from psgrad.engine.influence.evaluation.retraining import (
 )
 from psgrad.engine.influence.evaluation.statistics import CheckpointExamples
 from psgrad.engine.influence.method import Fitted, Method
-from psgrad.engine.influence.ranking import Average, Normalize, is_relative
+from psgrad.engine.influence.ranking import Average, Normalize
 from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.models.training_functions import resolve_training
 from psgrad.reports.words import duration
@@ -126,13 +125,6 @@ class EvaluationParts:
         """How scores of several checkpoints are averaged."""
         return self.setup.run.config.influence.average
 
-    def predicts_removal(self, name: str) -> bool:
-        """Whether sums of the scores with this name in tables predict a change of the measurement."""
-        if name not in self.methods or not self.methods[name].predicts_removal:
-            return False
-        several = is_relative(self.methods[name], len(self.setup.views), self.average)
-        return not several and (name != self.main or self.normalize is None)
-
     def places(self) -> list[CheckpointExamples]:
         """The training examples as the model of each checkpoint sees them."""
         return [(view.training, view.checkpoint) for view in self.setup.views]
@@ -169,7 +161,7 @@ class EvaluationParts:
                 told = True
                 said = (
                     f"the other {len(jobs) - done:,} models are predicted to take {duration(predicted)};"
-                    " seeds, subsets, removals, ks, explained and remove under influence.evaluate"
+                    " seeds, subsets, removals, ks and explained under influence.evaluate"
                     " decide how many there are; an interrupted evaluation goes on from its finished models"
                 )
                 self.progress(Progress(0, 0, "evaluation", said))
@@ -297,7 +289,7 @@ def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:
         "measurement": influence.measurement.model_dump(mode="json"),
         "train": influence.evaluate.train.model_dump(mode="json", exclude={"together"}),
         "engine": config.engine.dtype,
-        "code": {spec: dict(each.files) for spec, each in code_of(setup.run, named).items()},
+        "code": setup.run.hashes(named)["code"],
         "rows": rows.digest(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

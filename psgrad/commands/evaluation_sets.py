@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import numpy as np
 import pandas as pd
-import torch
 
 from psgrad.commands.evaluation_kinds import (
     Found,
@@ -23,7 +22,7 @@ from psgrad.commands.evaluation_kinds import (
     per_query,
 )
 from psgrad.commands.evaluation_parts import Array, EvaluationParts, Fits
-from psgrad.engine.influence.evaluation.controls import LOSS, NEIGHBOUR, NORM, RANDOM, own_controls
+from psgrad.engine.influence.evaluation.controls import NEIGHBOUR, NORM, RANDOM, own_controls
 from psgrad.engine.influence.evaluation.jobs import Job
 from psgrad.engine.influence.evaluation.metrics import (
     RemovalScore,
@@ -34,13 +33,11 @@ from psgrad.engine.influence.evaluation.metrics import (
 )
 from psgrad.engine.influence.evaluation.retraining import seed_of
 from psgrad.engine.influence.evaluation.statistics import self_influences
-from psgrad.engine.influence.ranking import OverQueries, over_queries
 from psgrad.errors import ConfigError
 
 Key = TypeVar("Key", bound=tuple[object, ...])
 # Examples that are left out one at a time, for their effects to be correlated with anything.
 _FEWEST = 3
-SIDES = {"helpful": 1, "harmful": -1}
 
 
 def evaluate_loo(evaluation: EvaluationParts) -> Found:
@@ -148,82 +145,6 @@ def evaluate_removal(evaluation: EvaluationParts) -> Found:
         details.append(per_query(evaluation, asked, {name: score.per_query}).assign(removed=k))
     facts = {"queries": count, "seeds": evaluation.seeds, "models": evaluation.models}
     return Found(frame(rows), facts, pd.concat(details, ignore_index=True))
-
-
-def evaluate_curve(evaluation: EvaluationParts) -> Found:
-    """Rises of the queries without the k rows that help, or hurt, all of them together the most; and without
-    as many random rows.
-    """
-    wanted, n = evaluation.wanted, len(evaluation.training)
-    counts = wanted.removed_of(n)
-    if counts[-1] >= n:
-        raise ConfigError(
-            f"influence.evaluate.remove asks for {counts[-1]:,} rows, and there are {n:,} training examples",
-            expected="fewer than there are",
-        )
-    how = evaluation.setup.run.config.influence.over_queries
-    scores, controls = all_scores(evaluation, fitted_methods(evaluation), evaluation.asked, only=(LOSS,))
-    joined = {name: _joined(matrix, how) for name, matrix in scores.items()}
-    # The control takes rows of large loss for those that hurt.
-    joined |= {name: -values for name, values in joined.items() if name in controls}
-    left: dict[tuple[str, str, int], Array] = {}
-    for name, values in joined.items():
-        for side, sign in SIDES.items():
-            order = np.argsort(-sign * np.nan_to_num(values, nan=-sign * np.inf), kind="stable")
-            left |= {(name, side, k): np.sort(order[k:]) for k in counts}
-    draws = {k: np.random.default_rng([wanted.seed, 8, k]) for k in counts}
-    places = list(map(str, range(wanted.seeds)))  # as many random sets as there are seeds
-    random = {
-        (RANDOM, place, k): np.sort(draws[k].choice(np.arange(n), n - k, replace=False))
-        for place in places
-        for k in counts
-    }
-    outcomes, place_of = _outcomes_of_sets(
-        evaluation, {**left, **random}, "of rows that are left", evaluation.asked
-    )
-    mean = (outcomes - outcomes[0]).mean(1)
-    rises = {key: mean[place] for key, place in place_of.items()}
-    for k in counts:
-        drawn = np.mean([rises[RANDOM, place, k] for place in places], axis=0)
-        rises |= {(RANDOM, side, k): drawn for side in SIDES}
-    predicted = {
-        key: float(np.nansum(np.delete(joined[key[0]], rows)))
-        for key, rows in left.items()
-        if how == "mean" and evaluation.predicts_removal(key[0])
-    }
-    rows_found, details = [], []
-    for side in SIDES:
-        of_side = {name: {k: rises[name, side, k] for k in counts} for name in (*joined, RANDOM)}
-        for name, k, score in _removal_scores(of_side, evaluation.main):
-            rows_found.append(
-                {
-                    "method": name,
-                    "control": name in controls or name == RANDOM,
-                    "side": side,
-                    "removed": k,
-                    "rise": score.rise,
-                    **ends(score.interval),
-                    "predicted": predicted.get((name, side, k)),
-                    "ahead": score.ahead,
-                    **ends(score.ahead_interval, "ahead_"),
-                }
-            )
-            each = per_query(evaluation, evaluation.asked, {name: score.per_query})
-            details.append(each.assign(side=side, removed=k))
-    facts = {
-        "queries": len(evaluation.asked),
-        "seeds": evaluation.seeds,
-        "models": evaluation.models,
-        "rows": n,
-    }
-    return Found(frame(rows_found), facts, pd.concat(details, ignore_index=True))
-
-
-def _joined(scores: Array, how: OverQueries) -> Array:
-    """[n]: scores [n, m] of all queries together."""
-    value, count = over_queries(torch.from_numpy(scores).unsqueeze(2), how)
-    found: Array = (value / count)[:, 0].numpy()
-    return found
 
 
 def _outcomes_of(evaluation: EvaluationParts, sets: Iterable[tuple[str, Array]], queries: Array) -> Array:

@@ -358,7 +358,7 @@ def self_influence(
     return joined_self(setup.method, found, setup.run.config.influence.average).numpy()
 
 
-def _result(scored: Scored, facts: dict[str, Any], folder: RunFolder, warnings: list[str]) -> InfluenceResult:
+def _result(scored: Scored, facts: RunManifest, folder: RunFolder, warnings: list[str]) -> InfluenceResult:
     setup, rankings, queries = scored.setup, scored.rankings, scored.queries
     config, samples = setup.run.config, setup.run.samples
     first, examples = shown_rows(
@@ -372,8 +372,8 @@ def _result(scored: Scored, facts: dict[str, Any], folder: RunFolder, warnings: 
         manifest=facts,
         folder=folder.path,
         method=setup.method.name,
-        unit=facts["influence"]["unit"],
-        predicts_removal=facts["influence"]["predicts_removal"],
+        unit=facts.influence.unit or "",
+        predicts_removal=bool(facts.influence.predicts_removal),
         measurement=setup.measurement.name,
         shown=rankings.shown,
         query_inputs={row: input_of(setup.query_reader.samples, row) for row in first} if seen else {},

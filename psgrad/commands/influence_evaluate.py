@@ -8,7 +8,7 @@ from pathlib import Path
 
 from psgrad.commands.evaluation_kinds import Found, evaluate_lds
 from psgrad.commands.evaluation_parts import EvaluationParts, evaluation_of
-from psgrad.commands.evaluation_sets import evaluate_curve, evaluate_loo, evaluate_removal
+from psgrad.commands.evaluation_sets import evaluate_loo, evaluate_removal
 from psgrad.commands.influence import described
 from psgrad.commands.influence_setup import set_up_influence
 from psgrad.commands.influence_tables import without_nonfinite
@@ -27,7 +27,6 @@ _EVALUATIONS: dict[EvaluationKind, Callable[[EvaluationParts], Found]] = {
     "lds": evaluate_lds,
     "loo": evaluate_loo,
     "removal": evaluate_removal,
-    "curve": evaluate_curve,
 }
 
 
@@ -45,7 +44,7 @@ def evaluate_influence(
     influence --evaluate`.
 
     Args:
-        kind: 'lds', 'loo', 'removal' or 'curve'; the options of each are in
+        kind: 'lds', 'loo' or 'removal'; the options of each are in
             influence.evaluate.
         output: a folder of its own; None for the config's, with the kind behind its name. Scores in the
             config's folder stay as they are.
@@ -112,7 +111,7 @@ def evaluate_influence(
             points=found.points,
             curves=found.curves,
             notes=[*evaluation.notes, *dict.fromkeys(messages)],
-            manifest=running.manifest.content(),
+            manifest=running.manifest,
         )
         facts = running.add(evaluation=evaluation_content(result), timings=clock.seconds)
         result = replace(result, manifest=facts)

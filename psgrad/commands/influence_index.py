@@ -7,7 +7,6 @@ answers.
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from psgrad.commands.class_names import with_names_of_index
+from psgrad.commands.completion import completed_for_influence
 from psgrad.commands.influence_checkpoints import first_run, run_at, sha256_at
-from psgrad.commands.influence_queries import chosen_rows
-from psgrad.commands.run_identity import hashes_of
 from psgrad.commands.run_manifest import RankReport, rank_facts
 from psgrad.commands.run_progress import LOADING, Clock, read_ahead
 from psgrad.commands.setup import Setup
@@ -35,6 +32,7 @@ from psgrad.errors import ConfigError, DistributedError, OutputError
 from psgrad.quality.references import CLASSES
 from psgrad.run import RunFolder
 from psgrad.run.gradient_index import GradientIndex
+from psgrad.run.index_files import as_stored
 from psgrad.run.results import IndexResult, Progress, Say
 from psgrad.user_code import with_code_beside
 
@@ -58,11 +56,10 @@ def influence_index(
     the first.
 
     Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk.
-    Shards that are finished by then stay, and `resume` goes on behind them, or `update`: the index answers as
-    before until an update is finished.
+    Shards that are finished by then stay, and `resume` goes on behind them.
     """
     wanted = require_index(config)
-    config = config if overwrite else with_names_of_index(config)
+    config = config if overwrite else completed_for_influence(config, lambda _: None)
     processes = OneProcess() if processes is None else processes
     clock = Clock()
     progress(LOADING)
@@ -77,26 +74,16 @@ def influence_index(
     if part is not None:
         store = GradientIndex.join(wanted.path, description)
         processes = RowPart.of(*part, len(store.shards), 1)
-    elif not processes.leads:
-        begun = processes.agreed("index.begun", list)  # the first rank has made the folder by then
-        store = _made_by_first(wanted.path, description, begun != [], processes)
     else:
-        begun = []
-        if update:
-            current = GradientIndex.open(wanted.path)
-            store = begin_update(current, description, run, say)
-            begun = [] if store is current else [store.layout.updates]
-        elif resume:
-            store = GradientIndex.resume(wanted.path, description)
-        else:
-            store = GradientIndex.create(wanted.path, description, overwrite)
-        processes.agreed("index.begun", lambda: begun)
-    new = np.flatnonzero(store.layout.places() >= store.new_rows.start)
+        if processes.leads:
+            store = _begun(wanted.path, description, run, resume, overwrite, update, say)
+        processes.agreed("index.begun", list)
+        if not processes.leads:  # the first rank has made the folder by then
+            store = _made_by_first(wanted.path, description, processes)
 
     def load(number: int) -> Examples:
         there = run_at(run, number)
-        read, numbers = chosen_rows(run.reader, new), torch.from_numpy(new)
-        return Examples(there.objective, read, len(new), there.stream_options(say), numbers)
+        return Examples(there.objective, run.reader, len(run.samples), there.stream_options(say))
 
     with clock("gradients"):
         began = time.monotonic()
@@ -106,14 +93,12 @@ def influence_index(
             say=say,
             progress=lambda done, of: progress(Progress(done, of, "index", unit="training example")),
             processes=processes,
-            digests=digests_read(run.reader, new),
+            digests=lambda start, stop: digests_read(run.reader, start, stop),
         )
         seconds = time.monotonic() - began - waited
     ranks = rank_facts(processes, "index.", RankReport(seconds, waited, rows))
     if not processes.leads:
         return None
-    if update:
-        store.finish_update()
     folder, engine = RunFolder(store.path), run.counts.facts()
     folder.write_json("logs/engine.json", engine)
     if ranks is not None:
@@ -121,13 +106,25 @@ def influence_index(
     return replace(result_of(store, clock), ranks=ranks, engine=engine)
 
 
-def _made_by_first(
-    path: Path, description: dict[str, Any], update: bool, processes: Processes
+def _begun(
+    path: Path,
+    description: dict[str, Any],
+    run: Setup,
+    resume: bool,
+    overwrite: bool,
+    update: bool,
+    say: Callable[[str], None],
 ) -> GradientIndex:
-    """The index that the first rank has made, or the update that it has begun. Raises DistributedError where
-    this one does not see it.
-    """
-    store = GradientIndex.begun(path, update)
+    if update:
+        return updated(GradientIndex.open(path), description, run, say)
+    if resume:
+        return GradientIndex.resume(path, description)
+    return GradientIndex.create(path, description, overwrite)
+
+
+def _made_by_first(path: Path, description: dict[str, Any], processes: Processes) -> GradientIndex:
+    """The index that the first rank has begun. Raises DistributedError where this one does not see it."""
+    store = GradientIndex.begun(path)
     if store is None:
         raise DistributedError(
             f"rank {processes.rank} does not see the index {path} that rank 0 has made",
@@ -202,10 +199,10 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
     wanted = require_index(config)
     spec = IndexSpec(**wanted.model_dump(exclude={"path"}))
     count = len(config.influence.checkpoints or [None])
-    hashes = hashes_of(run)
+    hashes = run.hashes()
     model = {
         "frozen dtype" if key == "dtype" else key: value
-        for key, value in config.model.decisive().items()
+        for key, value in config.model.model_dump(mode="json").items()
         if key != "checkpoint"
     }
     fingerprint: dict[str, Any] = {
@@ -220,7 +217,7 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
         "checkpoints": [hashes["weights"], *(sha256_at(config, number) for number in range(1, count))],
         **{key: hashes[key] for key in ("modules", "code", "packages")},
         **model,
-        "loss": config.loss.decisive(),
+        "loss": config.loss.model_dump(mode="json"),
         CLASSES: run.config.data.class_names,
         "dtype": run.config.engine.dtype,
     }
@@ -241,61 +238,56 @@ _READ = 64  # rows at once, whose digests are taken
 _COMPARED = 8  # rows whose loss is compared with an index
 
 
-def digests_read(reader: CheckedReader, rows: np.ndarray | None = None) -> Callable[[int, int], np.ndarray]:
-    """(start, stop) to uint8 [b, 16], the digests of rows that have been read. rows: those that are counted,
-    all if None.
-    """
-    contents = reader.contents
-    assert contents is not None, "a reader that notes digests"
-
-    def read(start: int, stop: int) -> np.ndarray:
-        found = contents[start:stop] if rows is None else contents[rows[start:stop]]
-        return np.frombuffer(bytes.fromhex("".join(found)), np.uint8).reshape(-1, 16)
-
-    return read
+def digests_read(reader: CheckedReader, start: int, stop: int) -> np.ndarray:
+    """uint8 [b, 16], the digests of rows that have been read."""
+    assert reader.contents is not None, "a reader that notes digests"
+    found = "".join(reader.contents[start:stop])
+    return np.frombuffer(bytes.fromhex(found), np.uint8).reshape(-1, 16)
 
 
-def begin_update(
+def updated(
     current: GradientIndex, description: dict[str, Any], run: Setup, say: Callable[[str], None]
 ) -> GradientIndex:
-    """What a finished index will be when it has followed its data; itself, where nothing has changed.
+    """A finished index as it follows its data: rows that are no more there are left out, and new ones are to
+    be written. The index itself where nothing has changed.
 
     All rows are read, and recognised by their digests; of some of those that are kept the loss is computed
-    again. Raises OutputError for an index of another model or of other settings, one without digests, and one
-    whose losses are others.
+    again. Raises OutputError for an index of another model or of other settings, and one whose losses are
+    others.
     """
     same = {name: value for name, value in description.items() if name not in ("rows", "fingerprint")}
     same["fingerprint"] = {
         name: value for name, value in description["fingerprint"].items() if name != "data"
     }
     current.require(same)
-    before = current.layout.places()
-    for start in range(0, len(run.samples), _READ):
-        run.reader(start, min(start + _READ, len(run.samples)))
-    now = digests_read(run.reader)(0, len(run.samples))
-    places = matched(_stored_digests(current), before, now)
-    kept = np.flatnonzero(places >= 0)
+    n = len(run.samples)
+    for start in range(0, n, _READ):
+        run.reader(start, min(start + _READ, n))
+    stored = np.concatenate([block["digest"] for _, block in current.blocks(0, BLOCK, ("digest",))])
+    kept = kept_rows(stored, digests_read(run.reader, 0, n))
     if len(kept):
-        rows = kept[:: -(-len(kept) // _COMPARED)]
-        losses = np.full(int(before.max()) + 1, np.nan)
-        losses[before] = StoredRows(current, 0).losses_and_square_norms()[0].numpy()
-        require_losses(current, run, rows.tolist(), torch.from_numpy(losses[places[rows]]))
-    added, deleted = len(places) - len(kept), len(before) - len(kept)
+        rows = np.arange(0, len(kept), -(-len(kept) // _COMPARED))
+        losses = StoredRows(current, 0).losses_and_square_norms()[0][kept[rows]]
+        require_losses(current, run, rows.tolist(), losses)
+    added, deleted = n - len(kept), len(stored) - len(kept)
     say(f"{len(kept):,} rows are kept, {added:,} are added, and {deleted:,} are deleted")
-    if np.array_equal(places, before) and not current.differences(description):
+    if not added and not deleted and current.description == as_stored(description):
         return current
-    return GradientIndex.update(current, description, places)
+    return current.updated(description, kept)
 
 
-def matched(stored: np.ndarray, places: np.ndarray, now: np.ndarray) -> np.ndarray:
-    """[n]: the place of the stored row that each row is, by their digests [k, 16] and [n, 16]; -1 for a row
-    that none is. Of rows that are alike each is taken once, in order.
+def kept_rows(stored: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """[k], rising: which stored rows are the first k rows of the data, by the digests of both, [n, 16] and
+    [m, 16]. From the first row on that is not stored, or stood before another one, all are new.
     """
-    known: defaultdict[bytes, deque[int]] = defaultdict(deque)
-    for digest, place in zip(stored, places.tolist(), strict=True):
-        known[digest.tobytes()].append(place)
-    found = (known.get(digest.tobytes()) for digest in now)
-    return np.array([each.popleft() if each else -1 for each in found], np.int64)
+    known, kept, place = [digest.tobytes() for digest in stored], list[int](), 0
+    for digest in now:
+        try:
+            place = known.index(digest.tobytes(), place) + 1
+        except ValueError:
+            break
+        kept.append(place - 1)
+    return np.array(kept, np.int64)
 
 
 def require_losses(index: GradientIndex, run: Setup, rows: list[int], known: torch.Tensor) -> None:
@@ -315,16 +307,3 @@ def require_losses(index: GradientIndex, run: Setup, rows: list[int], known: tor
             cause="a file that the model or the loss reads while it runs was changed since it was built",
             next_step="put them back, or build the index again with --overwrite",
         )
-
-
-def _stored_digests(index: GradientIndex) -> np.ndarray:
-    """[n, 16] of the index's rows."""
-    parts = [block for _, block in index.blocks(0, BLOCK, ("digest",))]
-    if any("digest" not in part for part in parts):
-        raise OutputError(
-            f"the index {index.path} does not say which rows it holds",
-            expected="a digest of each row, by which --update knows it again",
-            cause="an earlier version of psgrad built it",
-            next_step="build it again with --overwrite",
-        )
-    return np.concatenate([part["digest"] for part in parts])

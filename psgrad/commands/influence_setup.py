@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from psgrad.commands.class_names import with_names_of_index
+from psgrad.commands.completion import completed_for_influence
 from psgrad.commands.influence_checkpoints import checkpoints_of, first_run, recomputed_run, run_at
 from psgrad.commands.influence_queries import (
     chosen_rows,
     contrasted_rows,
     queries_of,
 )
-from psgrad.commands.run_identity import digest, flattened, identity, require_same_on_ranks
+from psgrad.commands.run_identity import identity, require_same_on_ranks
 from psgrad.commands.run_progress import read_ahead
 from psgrad.commands.setup import Setup, same_weights
 from psgrad.config import Config, MethodConfig, is_callable_spec
@@ -38,6 +38,7 @@ from psgrad.engine.measures.builtin.outputs import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.models.run_checkpoints import adam_state, second_moments
 from psgrad.plugins import METHODS, configured
+from psgrad.run.identity import digest, flattened
 from psgrad.run.results import Say
 from psgrad.user_code import describe_failure
 
@@ -187,7 +188,7 @@ def set_up_influence(
 
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
-    config = with_names_of_index(with_default_method(config, say))
+    config = completed_for_influence(config, say)
     method = method_from(config.influence.method, config.base)
     if method.fits_whole_run and len(checkpoints_of(config)) == 1:
         say(_ALONE.format(config.influence.method.name))
@@ -222,19 +223,6 @@ def set_up_influence(
         groups=groups,
         contrasts=contrasted_rows(config, reader.samples, rows),
     )
-
-
-def with_default_method(config: Config, say: Callable[[str], None]) -> Config:
-    """The config with EK-FAC as its method, where it names none and the loss is one of tokens. A solve for
-    each query, and the Gauss-Newton matrix of outputs as large as a vocabulary, take minutes there.
-    """
-    influence = config.influence
-    named = "method" in influence.model_fields_set
-    if named or config.loss.name != "token_cross_entropy" or config.data.group or influence.index:
-        return config
-    say("influence.method: ekfac, the default where the loss is one of tokens")
-    changed = influence.model_copy(update={"method": MethodConfig(name="ekfac")})
-    return config.model_copy(update={"influence": changed})
 
 
 _ALONE = (

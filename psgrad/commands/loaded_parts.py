@@ -5,7 +5,7 @@ the samples.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from psgrad.engine.execution.weight_supply import Supply
 from psgrad.errors import ConfigError
 from psgrad.models.factory import LoadedModel, load_model
 from psgrad.models.model_folders import automatic_precision
-from psgrad.models.model_identity import ModelIdentity, identify
+from psgrad.models.model_identity import identify
+from psgrad.run.identity import ModelIdentity, hashes_of
 from psgrad.wording import first_of
 
 
@@ -80,6 +81,10 @@ class Loaded:
             allow_download=self.config.allow_download,
             in_files=in_files,
         )
+
+    def hashes(self, specs: Iterable[str | None] = ()) -> dict[str, Any]:
+        """The hashes of the model and of all code, that of `specs` included; see `hashes_of`."""
+        return hashes_of(self.config, self.identity, self.samples.sources, specs)
 
     def placed(self, model: nn.Module) -> nn.Module:
         """Another model, such as that of another checkpoint, where this one's is and as this one is."""

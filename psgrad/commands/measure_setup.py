@@ -21,7 +21,7 @@ import torch
 
 from psgrad.commands.setup import Setup, checkpoint_models, draws_at_random
 from psgrad.config import Config, MeasureConfig
-from psgrad.config.plugin_options import own_plugins, plugin_names
+from psgrad.config.plugin_names import OWN, plugin_names
 from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import is_out_of_memory
@@ -219,7 +219,7 @@ def measures_of(config: Config) -> list[Measure]:
     Raises ConfigError for names or options that are not known.
     """
     found: dict[str, Measure] = {}
-    own, known = own_plugins("measures"), plugin_names("measures")
+    own, known = OWN["measures"], plugin_names("measures")
     for each in config.analyze.measures:
         measure = measure_from(each, config.base)
         same = next((name for name, other in found.items() if other.name == measure.name), None)
@@ -254,7 +254,7 @@ def measure_from(config: MeasureConfig, base: Path) -> Measure:
     can't be.
     """
     measure: Measure = configured(MEASURES, config.name, config.options, base)
-    if config.name in own_plugins("measures"):
+    if config.name in OWN["measures"]:
         return measure
     kind = type(measure)
     kind.name = kind.name or kind.__name__.lower()
@@ -325,7 +325,7 @@ _OF_GROUPS = frozenset(
 
 def _require_of_groups(run: Setup, measures: Sequence[Measure]) -> None:
     """Raises ConfigError for a measure of psgrad that is about single rows, where samples are groups."""
-    own = own_plugins("measures")
+    own = OWN["measures"]
     wrong = [each.name for each in measures if each.name in own and each.name not in _OF_GROUPS]
     if run.samples.ungrouped is not None and wrong:
         raise ConfigError(

@@ -35,7 +35,7 @@ from psgrad.commands.influence_search import require_searchable
 from psgrad.commands.influence_setup import InfluenceSetup, identity_at_first, identity_of_asked
 from psgrad.commands.influence_tables import Warnings, with_agreement, with_overall, without_nonfinite
 from psgrad.commands.measure_setup import require_mergeable
-from psgrad.commands.run_identity import NUMBER_OF_PARTS, digest, reopen
+from psgrad.commands.run_identity import NUMBER_OF_PARTS, reopen
 from psgrad.commands.run_manifest import running_manifest
 from psgrad.commands.run_progress import LOADING, Clock, PassProgress
 from psgrad.commands.setup import Setup
@@ -46,6 +46,7 @@ from psgrad.engine.influence.ranking import joined_over
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
 from psgrad.run import RunFolder
 from psgrad.run.folders import SHARDS, manifest_of, packed
+from psgrad.run.identity import digest
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.results import AnalyzeResult, InfluenceResult, Progress, Say
 from psgrad.run.results.manifest import RunManifest, read_manifest

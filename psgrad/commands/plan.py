@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from psgrad.commands.completion import completed_for_analyze
 from psgrad.commands.setup import Setup, set_up
 from psgrad.config import Config
 from psgrad.engine.execution.run_plan import RunPlan, plan_run
@@ -24,7 +25,7 @@ def plan(config: Config, *, say: Callable[[str], None] = lambda _: None) -> Plan
 
     Runs the first few rows, and no more. Raises PsgradError as `analyze` does.
     """
-    run = set_up(config)
+    run = set_up(completed_for_analyze(config))
     stream = run.stream(say)
     found = replace(
         plan_of(plan_run(stream, len(run.samples))),

@@ -10,12 +10,12 @@ from typing import Any
 
 from psgrad.commands.private_setup import PrivateSetup
 from psgrad.commands.private_statement import software
-from psgrad.commands.run_identity import flat, hashes_of
 from psgrad.engine.privacy.accounting.events import MECHANISM, require_gaussian
 from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.run import Ledger, LedgerContent, PrivateRunFolder
-from psgrad.run.ledger_lines import require_same
+from psgrad.run.identity import WEIGHTS, lines_of
+from psgrad.run.ledger_lines import require_same_run
 
 
 def require_known_form(before: LedgerContent) -> None:
@@ -44,7 +44,7 @@ def private_hashes(setup: PrivateSetup, run: str) -> dict[str, Any]:
         "data": setup.run.samples.content(),
         "columns": data.model_dump(mode="json", include={"inputs", "target", "id"})
         | ({} if data.class_names is None else {"class_names": data.class_names}),
-        **hashes_of(setup.run, [] if augmentation is None else [augmentation.function]),
+        **setup.run.hashes([] if augmentation is None else [augmentation.function]),
     }
 
 
@@ -86,12 +86,12 @@ def require_same_code(folder: PrivateRunFolder, then: Mapping[str, Any], now: Ma
         {f"the tensor {name}": digest for name, digest in each["attributes"].items()}
         | {
             key: value
-            for key, value in flat(each).items()
-            if key != "model (its weights)" and not key.startswith("version of ")
+            for key, value in lines_of(each).items()
+            if key != WEIGHTS and not key.startswith("version of ")
         }
         for each in (then, now)
     )
-    require_same(
+    require_same_run(
         was, {key: found.get(key) for key in {**was, **found}}, f"the run in {folder.path}", show=False
     )
 

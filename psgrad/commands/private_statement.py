@@ -48,7 +48,7 @@ def software() -> dict[str, str]:
 def ledger_header(setup: PrivateSetup, base: float) -> dict[str, Any]:
     """What a run keeps to from its first step to its last; a resumed run must say the same."""
     privacy, run = setup.privacy, setup.run
-    decisive = run.config.model.decisive()
+    decisive = run.config.model.model_dump(mode="json")
     decisive.pop("checkpoint")  # known by its hash
     return {
         "command": "dp-step",
@@ -76,7 +76,7 @@ def ledger_header(setup: PrivateSetup, base: float) -> dict[str, Any]:
             "checkpoint_sha256": run.loaded.sha256,
             "architecture_sha256": architecture_hash(run.model),
         },
-        "loss": run.config.loss.decisive(),
+        "loss": run.config.loss.model_dump(mode="json"),
         "dtype": run.config.engine.dtype,
     }
 

@@ -1,5 +1,5 @@
-"""A config for a model of your own or a pretrained folder, and a dataset. It reads names, headers and the
-first rows; nothing is imported, and there is no torch.
+"""A config for a model of your own or a pretrained folder, and a dataset, for `psgrad init --from`. It reads
+the names of columns and the first rows; nothing is imported, and there is no torch.
 """
 
 from __future__ import annotations
@@ -7,66 +7,51 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.dataset
 
-from psgrad.config import DATA_SUFFIXES, DataConfig
 from psgrad.config.data import data_format
 from psgrad.config.model import TASK_LOSSES
-from psgrad.data.sources.source import DataHeader, data_headers
 from psgrad.errors import ConfigError, DataError, ModelError
-from psgrad.run.code_checks import callables_in
 
-_ROWS = 1000  # that are read to tell ids and classes
-_LONGEST_ID = 100  # characters
-_TEXT_TYPES = (pa.string(), pa.large_string())
-_TARGETS = ("label", "labels", "target", "targets", "y", "class", "outcome", "score")
-_IDS = ("id", "uid", "uuid", "name", "key")
-_INPUTS = ("x", "inputs", "input", "image", "images", "features", "data")
-_TEXTS = ("text", "sentence", "content", "review", "document", "body", "utterance", "source", "input")
-_WRITTEN = ("target", "summary", "highlights", "translation", "output", "response", "answer")
-_PAIRS = (
-    ("sentence1", "sentence2"),
-    ("premise", "hypothesis"),
-    ("question1", "question2"),
-    ("text1", "text2"),
-    ("query", "passage"),
-)
+_TARGETS = ("label", "labels", "target", "targets", "y", "class", "score")
+_IDS = ("id", "uid", "uuid")
+_INPUTS = ("x", "inputs", "input", "image", "images", "features")
+_TEXTS = ("text", "sentence", "content", "review", "document", "body", "source", "input")
+_WRITTEN = ("target", "summary", "translation", "output", "response", "answer")
 
 Layout = Mapping[str, tuple[str, ...] | list[str]]
 """key of `data` -> the names that its column may have, or a list of columns that it needs all."""
 
-_PAIRED: tuple[Layout, ...] = tuple({"text": list(pair), "target": _TARGETS} for pair in _PAIRS)
-_ONE_TEXT: tuple[Layout, ...] = (*_PAIRED, {"text": _TEXTS, "target": _TARGETS})
+_ONE_TEXT: tuple[Layout, ...] = (
+    {"text": ["sentence1", "sentence2"], "target": _TARGETS},
+    {"text": ["premise", "hypothesis"], "target": _TARGETS},
+    {"text": _TEXTS, "target": _TARGETS},
+)
 _LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
     "sequence-classification": _ONE_TEXT,
     "regression": _ONE_TEXT,
     "token-classification": (
-        {"text": ("tokens", "words", *_TEXTS), "target": ("ner_tags", "tags", "pos_tags", "labels", "label")},
+        {"text": ("tokens", "words", *_TEXTS), "target": ("ner_tags", "tags", "pos_tags", "labels")},
     ),
     "causal-lm": (
         {"messages": ("messages", "conversations", "chat")},
-        {
-            "prompt": ("prompt", "instruction", "question", "input"),
-            "completion": ("completion", "response", "output", "answer"),
-        },
+        {"prompt": ("prompt", "instruction", "question"), "completion": ("completion", *_WRITTEN)},
         {"text": _TEXTS},
     ),
     "masked-lm": ({"text": _TEXTS},),
-    "seq2seq-lm": ({"text": (*_TEXTS, "prompt", "instruction", "question"), "target": _WRITTEN},),
+    "seq2seq-lm": ({"text": (*_TEXTS, "prompt", "question"), "target": _WRITTEN},),
     "question-answering": ({"text": ["question", "context"], "target": ("answers", "answer")},),
     "multiple-choice": ({"text": ["question", "choices"], "target": (*_TARGETS, "answer")},),
     "image-classification": ({"image": ("image", "img", "path", "file"), "target": _TARGETS},),
 }
 """task -> what its dataset may look like; the first that fits."""
-
-_ENDINGS: Mapping[str, str] = {
+_HEADS = {
     "ForSequenceClassification": "sequence-classification",
     "ForTokenClassification": "token-classification",
     "ForCausalLM": "causal-lm",
@@ -77,7 +62,7 @@ _ENDINGS: Mapping[str, str] = {
     "ForMultipleChoice": "multiple-choice",
     "ForQuestionAnswering": "question-answering",
 }
-_OF_ADAPTERS: Mapping[str, str] = {
+_OF_ADAPTERS = {
     "SEQ_CLS": "sequence-classification",
     "TOKEN_CLS": "token-classification",
     "CAUSAL_LM": "causal-lm",
@@ -86,216 +71,156 @@ _OF_ADAPTERS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """A config as plain values, and what a person should look at."""
-
-    settings: dict[str, Any]
-    notes: list[str]
-
-
-def proposed(model: str, base_model: str | None, data: Path | None, folder: Path) -> Proposal:
-    """A config for a model and a dataset. folder: the one that the config will be in.
+def proposed(model: str, data: Path | None, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """(a config as plain values, what a person should look at). folder: the one that the config will be in.
 
     Args:
         model: a folder of save_pretrained or of PEFT, or a factory: FILE.py:CALLABLE or MODULE:CALLABLE.
-        base_model: the folder or hub id of an adapter's base model, where the adapter does not say.
+        data: a file of rows or a folder of images; None for names that are examples.
 
     Raises ModelError for a model of no known task, DataError for a file without the columns that are needed.
     """
-    notes: list[str] = []
     if ":" in model and not Path(model).is_dir():
+        if data is None:
+            raise ConfigError("--from names a factory, and no --data was given", next_step="add --data FILE")
         location, name = model.rsplit(":", 1)
         place = _relative(Path(location), folder) if location.endswith(".py") else location
         section: dict[str, Any] = {"factory": f"{place}:{name}"}
-        rows, loss = _rows_of_factory(data, folder, notes)
-        notes.append("the weights are those that the factory gives; model.checkpoint names a file of others")
+        rows, loss = _rows_for_factory(data, folder)
+        target = f"the target is {rows['target']!r}, and " if "target" in rows else ""
+        notes = [
+            "the weights are those that the factory gives; model.checkpoint names a file of others",
+            f"{target}the loss is {loss}: check that",
+        ]
     else:
-        section = _pretrained_model(Path(model), base_model, folder, notes)
+        section = _pretrained_model(Path(model), folder)
         task = section["task"]
-        rows, loss = _rows_of_task(task, data, folder, notes), TASK_LOSSES[task]
+        rows, loss = _rows_for_task(task, data, folder), TASK_LOSSES[task]
+        notes = [f"the task is {task}"]
+        notes += [] if data else ["no --data was given: the names of file and columns are examples"]
     output = "runs/" + ("mine" if data is None else data.resolve().name.split(".")[0])
-    settings = {"version": 1, "model": section, "loss": {"name": loss}, "data": rows, "output": output}
-    return Proposal(settings, notes)
+    return {"version": 1, "model": section, "loss": loss, "data": rows, "output": output}, notes
 
 
-def _rows_of_factory(data: Path | None, folder: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
-    """The section data for a model of one's own, and the loss."""
-    if data is None:
-        raise ConfigError(
-            "--from names a factory, and no --data was given",
-            expected="a file of rows, or a folder of images",
-        )
+def _rows_for_factory(data: Path, folder: Path) -> tuple[dict[str, Any], str]:
+    """The section data for a model of one's own, and the loss: all columns of numbers are inputs."""
     if data.is_dir():
-        notes.append(
-            "the loss is cross_entropy; set data.size, mean and std to what the model was trained on"
-        )
         return {"images": _relative(data, folder)}, "cross_entropy"
-    header, first = _header(data), _first_rows(data)
-    names = header.names
-    target = _named(_TARGETS, names) or names[-1]
-    identifier = _identifier(first, header, [target])
-    numbers = [
-        name
-        for name in names
-        if name not in (target, identifier, *header.texts) and header.columns[name].kind != "text"
-    ]
+    columns = _columns_of(data)
+    target = _named(_TARGETS, list(columns)) or list(columns)[-1]
+    identifier = _named(_IDS, [name for name in columns if name != target])
+    numbers = [name for name, kind in columns.items() if kind != "text" and name not in (target, identifier)]
     if not numbers:
         raise DataError(
-            f"{data} has no column of numbers beside {target!r}",
-            expected="columns that a model of its own reads",
+            f"{data} has no column of numbers beside {target!r}", next_step="name a file with inputs"
         )
-    one = _named(_INPUTS, numbers)
-    inputs: str | list[str] = one if one else numbers[0] if len(numbers) == 1 else numbers
-    loss = "cross_entropy" if _has_classes(first, header, target) else "mse"
-    notes.append(f"the target is {target!r}, and the loss {loss}; check both")
-    rows = {"path": _relative(data, folder), "inputs": inputs, "target": target}
+    one = _named(_INPUTS, numbers) or (numbers[0] if len(numbers) == 1 else None)
+    rows: dict[str, Any] = {"path": _relative(data, folder), "inputs": one or numbers, "target": target}
+    loss = "mse" if columns[target] == "fraction" else "cross_entropy"
     return rows | ({"id": identifier} if identifier else {}), loss
 
 
-def _rows_of_task(task: str, data: Path | None, folder: Path, notes: list[str]) -> dict[str, Any]:
+def _rows_for_task(task: str, data: Path | None, folder: Path) -> dict[str, Any]:
     """The section data for a pretrained model."""
     if data is None:
-        notes.append("no --data was given: the names of file and columns are examples")
         last = _LAYOUTS[task][-1]
-        return {"path": "train.jsonl", **{k: v if isinstance(v, list) else v[0] for k, v in last.items()}}
+        return {
+            "path": "train.jsonl",
+            **{key: each if isinstance(each, list) else each[0] for key, each in last.items()},
+        }
     if data.is_dir():
         if task != "image-classification":
-            raise DataError(f"{data} is a folder", expected=f"a file with columns, for {task}")
+            raise DataError(f"{data} is a folder, and {task} reads a file with columns")
         return {"images": _relative(data, folder)}
-    header = _header(data)
-    columns = _columns(task, header)
+    names = list(_columns_of(data))
+    columns = _columns_for(task, data, names)
     taken = [name for each in columns.values() for name in ([each] if isinstance(each, str) else each)]
-    identifier = _identifier(_first_rows(data), header, taken)
+    identifier = _named(_IDS, [name for name in names if name not in taken])
     return {"path": _relative(data, folder), **columns} | ({"id": identifier} if identifier else {})
 
 
-def _columns(task: str, header: DataHeader) -> dict[str, str | list[str]]:
+def _columns_for(task: str, data: Path, names: Sequence[str]) -> dict[str, str | list[str]]:
     """The keys of data for a task, from the names of the columns. Raises DataError where they do not say."""
     missing: list[str] = []
     for layout in _LAYOUTS[task]:
         found: dict[str, str | list[str]] = {}
-        for key, names in layout.items():
-            left = [name for name in header.names if name not in found.values()]
-            one = _named(names, left)
-            if isinstance(names, list) and set(names) <= set(left):
-                found[key] = names
-            elif isinstance(names, tuple) and one is not None:
+        for key, wanted in layout.items():
+            left = [name for name in names if name not in found.values()]
+            one = _named(wanted, left)
+            if isinstance(wanted, list) and set(wanted) <= set(left):
+                found[key] = wanted
+            elif isinstance(wanted, tuple) and one is not None:
                 found[key] = one
         missing = [key for key in layout if key not in found]
         if not missing:
             return found
     raise DataError(
-        f"the columns of {header.path}, {', '.join(header.names[:12])}, do not say which is"
+        f"the columns of {data}, {', '.join(names[:12])}, do not say which is"
         f" {' and which '.join(missing)}, for {task}",
         next_step="write the config without --data, and name the columns in it",
     )
 
 
-def _pretrained_model(path: Path, base_model: str | None, folder: Path, notes: list[str]) -> dict[str, Any]:
-    """The section model. Raises ModelError."""
-    if (path / "adapter_config.json").is_file():
-        return _adapted_model(path, base_model, folder)
+def _pretrained_model(path: Path, folder: Path) -> dict[str, Any]:
+    """The section model of a folder of save_pretrained or of PEFT. Raises ModelError."""
     if path.suffix == ".py" and path.is_file():
-        names = [each.name for each in callables_in(path)]
         raise ConfigError(
             f"{path} is a file of Python, and --from does not say what builds the model",
-            next_step=f"--from {path}:NAME, of {', '.join(names) or 'a function that returns the model'}",
+            next_step=f"--from {path}:NAME, of a function that returns the model",
         )
-    if not (path / "config.json").is_file():
-        raise ModelError(
-            f"there is no {path / 'config.json'}",
-            expected="a folder of save_pretrained or of PEFT, or FILE.py:CALLABLE",
-        )
+    if (path / "adapter_config.json").is_file():
+        about = _json(path / "adapter_config.json")
+        base, kind = about.get("base_model_name_or_path"), str(about.get("task_type"))
+        if not base or kind not in _OF_ADAPTERS:
+            raise ModelError(
+                f"{path / 'adapter_config.json'} names the base model {base!r} and the task {kind}",
+                next_step="write both into it: base_model_name_or_path, and a task_type such as CAUSAL_LM",
+            )
+        name = _relative(Path(base), folder) if Path(base).is_dir() else base
+        return {"pretrained": name, "task": _OF_ADAPTERS[kind], "adapter": _relative(path, folder)}
     about = _json(path / "config.json")
     names = [str(each) for each in about.get("architectures") or []]
-    task = next((task for name in names for end, task in _ENDINGS.items() if name.endswith(end)), None)
+    task = next((task for name in names for end, task in _HEADS.items() if name.endswith(end)), None)
     if task is None:
         raise ModelError(
-            f"{path / 'config.json'} names the architecture {', '.join(names) or 'none'}",
-            expected=f"one whose name ends in {', '.join(_ENDINGS)}",
-            cause="the folder has a model without a head, which has no loss",
+            f"{path / 'config.json'} names the architecture {', '.join(names) or 'none'}, which has no head",
+            next_step=f"save a model whose class ends in {', '.join(_HEADS)}",
         )
-    labels = about.get("id2label")
-    count = len(labels) if isinstance(labels, Mapping) else about.get("num_labels", 2)
-    if task == "sequence-classification" and (about.get("problem_type") == "regression" or count == 1):
+    labels = about.get("id2label") or {}
+    one_number = about.get("problem_type") == "regression" or len(labels) == 1
+    if task == "sequence-classification" and one_number:
         task = "regression"
-    notes.append(f"{names[0]} does {task}")
     return {"pretrained": _relative(path, folder), "task": task}
 
 
-def _adapted_model(path: Path, base_model: str | None, folder: Path) -> dict[str, Any]:
-    """The section model of a PEFT adapter. Raises ModelError and ConfigError."""
-    about = _json(path / "adapter_config.json")
-    base, kind = base_model or about.get("base_model_name_or_path"), str(about.get("task_type"))
-    if not isinstance(base, str) or not base:
-        raise ConfigError(
-            f"{path / 'adapter_config.json'} does not name the base model",
-            next_step="add --base FOLDER, the model that the adapter was trained on",
-        )
-    if kind not in _OF_ADAPTERS:
-        raise ModelError(
-            f"{path / 'adapter_config.json'} names the task {kind}",
-            expected=f"one of {', '.join(_OF_ADAPTERS)}",
-        )
-    name = _relative(Path(base), folder) if Path(base).is_dir() else base
-    return {"pretrained": name, "task": _OF_ADAPTERS[kind], "adapter": [_relative(path, folder)]}
-
-
-def _identifier(first: pa.Table, header: DataHeader, taken: Sequence[str]) -> str | None:
-    """The column that names the rows: one that is called so, or a column of short texts that all differ."""
-    left = [name for name in header.names if name not in taken]
-    named = _named(_IDS, left)
-    texts: list[str] = [
-        field.name for field in first.schema if field.name in left and field.type in _TEXT_TYPES
-    ]
-    for name in [named, *texts] if named else texts:
-        if name not in first.column_names:
-            return name  # of arrays, whose rows are not read here
-        column = first[name].cast(pa.string()) if pa.types.is_primitive(first[name].type) else first[name]
-        if column.null_count or column.type not in _TEXT_TYPES or len(pc.unique(column)) < len(column):
-            continue
-        lengths = pc.min_max(pc.utf8_length(column)).as_py()
-        if lengths["min"] and (name == named or lengths["max"] <= _LONGEST_ID):
-            return name
-    return None
-
-
-def _has_classes(first: pa.Table, header: DataHeader, target: str) -> bool:
-    """Whether the target names classes: texts, whole numbers, true and false."""
-    if target not in first.column_names:
-        return header.columns[target].kind in ("integer", "boolean", "text")
-    if not pa.types.is_floating(first[target].type):
-        return True
-    values = first[target].drop_null().cast(pa.float64())
-    return bool(pc.all(pc.equal(values, pc.floor(values))).as_py())
-
-
-def _header(path: Path) -> DataHeader:
-    if f".{data_format(path)}" not in DATA_SUFFIXES:
-        raise ConfigError(f"{path} ends in none of {', '.join(DATA_SUFFIXES)}", next_step="name another file")
-    config = DataConfig.model_validate({"path": path.name, "inputs": "any"}, strict=False)
-    return data_headers(config, path.parent)[0]
-
-
-def _first_rows(path: Path) -> pa.Table:
-    """The first rows of a table; no columns for a file of arrays, and for rows of mixed types."""
-    suffix = data_format(path)
+def _columns_of(path: Path) -> dict[str, str]:
+    """name -> integer, fraction or text, of the columns of a file. Raises DataError."""
+    kind = data_format(path)
     tabs = pa.dataset.CsvFileFormat(pa.csv.ParseOptions(delimiter="\t"))
-    kinds = {
-        "csv": "csv",
-        "tsv": tabs,
-        "jsonl": "json",
-        "parquet": "parquet",
-        "arrow": "arrow",
-        "feather": "arrow",
-    }
-    if suffix not in kinds:
-        return pa.table({})
+    formats = {"csv": "csv", "tsv": tabs, "jsonl": "json", "parquet": "parquet", "arrow": "arrow"}
     try:
-        return pa.dataset.dataset(path, format=kinds[suffix]).head(_ROWS)
-    except (pa.ArrowException, OSError):
-        return pa.table({})
+        if kind == "npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                return {name: _KINDS.get(arrays[name].dtype.kind, "text") for name in arrays.files}
+        schema = pa.dataset.dataset(path, format=formats[kind]).schema
+    except KeyError:
+        raise DataError(
+            f"the columns of {path} can't be read by init",
+            next_step=f"name a file of {', '.join([*formats, 'npz'])}, or write the config without --data",
+        ) from None
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path} can't be read: {error}") from error
+    return {each.name: _kind_of(each.type) for each in schema}
+
+
+_KINDS = {"i": "integer", "u": "integer", "b": "integer", "f": "fraction"}
+
+
+def _kind_of(kind: pa.DataType) -> str:
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        return "integer"
+    listed = pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind)
+    return "fraction" if pa.types.is_floating(kind) or listed else "text"
 
 
 def _named(wanted: Sequence[str], names: Sequence[str]) -> str | None:
@@ -311,8 +236,13 @@ def _relative(path: Path, base: Path) -> str:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(
+            f"there is no {path}",
+            next_step="--from takes a folder of save_pretrained or of PEFT, or FILE.py:NAME",
+        ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} can't be read: {error}") from error
     if not isinstance(found, dict):
-        raise ModelError(f"{path} holds no object", expected="the config of a model")
+        raise ModelError(f"{path} holds no object, and the config of a model is one")
     return found

@@ -20,18 +20,17 @@ from typing import Any
 import torch
 
 from psgrad import __version__
-from psgrad.commands.run_identity import hashes_of
 from psgrad.commands.run_progress import Clock
 from psgrad.commands.setup import Setup
 from psgrad.config import Config
 from psgrad.data.image_files import folder_rows
-from psgrad.data.sources.file_hashes import file_hashes
 from psgrad.data.sources.library_datasets import library_dataset, library_hashes
 from psgrad.data.sources.source import data_files
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.gradients.machine import device_name
 from psgrad.run.folders import RunFolder
+from psgrad.run.input_files import sha256_of
 from psgrad.run.results.manifest import DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
 from psgrad.user_code import module_of
 
@@ -127,7 +126,7 @@ def describe_run(
         data=DataFacts(
             config.data.source, run.samples.fingerprint, _hashes_of_files(config), list(run.samples.notes)
         ),
-        hashes=hashes_of(run, specs),
+        hashes=run.hashes(specs),
         engine=EngineFacts(
             device,
             config.engine.dtype,
@@ -160,7 +159,7 @@ def _hashes_of_files(config: Config) -> list[str] | None:
         return [folder_rows(config.data, config.base).fingerprint]
     if config.data.path is None:
         return None
-    return file_hashes(data_files(config.data, config.base))
+    return [sha256_of(path) for path in data_files(config.data, config.base)]
 
 
 class RunningManifest:
@@ -169,10 +168,10 @@ class RunningManifest:
     def __init__(self, manifest: RunManifest) -> None:
         self.manifest = manifest
 
-    def add(self, **parts: Any) -> dict[str, Any]:
-        """Say these parts of the manifest, too; returns what the file will hold."""
+    def add(self, **parts: Any) -> RunManifest:
+        """Say these parts of the manifest, too; returns it."""
         self.manifest = replace(self.manifest, **parts)
-        return self.manifest.content()
+        return self.manifest
 
 
 @contextmanager

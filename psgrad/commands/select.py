@@ -4,11 +4,10 @@ Without torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,21 +16,27 @@ from pydantic import ValidationError
 
 from psgrad.config import DataConfig
 from psgrad.data.image_files import folder_rows
-from psgrad.data.sources.arrow_columns import plain
-from psgrad.data.sources.file_checks import Wanted
-from psgrad.data.sources.file_hashes import file_hashes
 from psgrad.data.sources.library_datasets import library_dataset, library_hashes
-from psgrad.data.sources.selection import Kept, copy_rows, row_suffixes
-from psgrad.data.sources.source import TableSource, data_files, source_of
+from psgrad.data.sources.selection import (
+    ROW_SUFFIXES,
+    Record,
+    RowFilter,
+    Rows,
+    content_of,
+    has_whole_rows,
+    whole_rows,
+)
+from psgrad.data.sources.source import data_files
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
-from psgrad.run.durable_files import written_atomically
+from psgrad.run.durable_files import write_atomically
 from psgrad.run.finished import finished_manifest, require_there
+from psgrad.run.input_files import sha256_of
 from psgrad.run.results.analyze import rows_where
+from psgrad.run.results.manifest import RunManifest
 
 # The table with a row a sample, of each command that has one.
 _TABLES = ("samples.parquet", "self_influence.parquet")
 _INFLUENCE = "influence"  # of --by: the mean of a row's scores over the queries
-_LISTS = (".txt", ".csv", ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -72,31 +77,22 @@ def select(
     manifest = finished_manifest(run, ("analyze", "influence"))
     data, base = _dataset(run, manifest)
     files = _unchanged(run, manifest, data, base)
-    suffixes = _suffixes(data, base)
-    _require_name(output, suffixes or _LISTS, data.source)
     for path in (output, *([] if rejected is None else [rejected])):
+        _require_name(path)
         _require_free(path, files, overwrite)
-    if rejected is not None:
-        if rejected.resolve() == output.resolve():
-            raise ConfigError(f"--rejected and --output both name {output}", expected="two files")
-        _require_name(rejected, _LISTS, "the rows that are not written")
+    if rejected is not None and rejected.resolve() == output.resolve():
+        raise ConfigError(f"--rejected and --output both name {output}", expected="two files")
     frame = _samples(run)
     reasons = _reasons(frame, choice)
     chosen = reasons.isna().to_numpy()
-    count = int((manifest.get("counts") or {}).get("in_dataset") or len(frame))
-    copied = output.suffix.lower() in suffixes
-    try:
-        with written_atomically(output) as file:
-            if copied:
-                _copy(data, base, _kept(data, base, frame[chosen], count), output, file)
-            else:
-                _write_list(_places(frame[chosen], data), output, file)
-        if rejected is not None:
-            others = _places(frame[~chosen], data).assign(reason=reasons[~chosen])
-            with written_atomically(rejected) as file:
-                _write_list(others, rejected, file)
-    except OSError as error:
-        raise OutputError(f"{output} can't be written: {error.strerror or error}") from error
+    count = manifest.counts.in_dataset or len(frame)
+    rows: Rows = _places(frame[chosen], data)
+    if has_whole_rows(data) and output.suffix.lower() in ROW_SUFFIXES:
+        rows = _copied(data, base, frame[chosen], count)
+    _write(output, rows)
+    if rejected is not None:
+        others = zip(_places(frame[~chosen], data), reasons[~chosen], strict=True)
+        _write(rejected, [{**place, "reason": reason} for place, reason in others])
     return Selection(output, int(chosen.sum()), len(frame), count)
 
 
@@ -169,17 +165,17 @@ def _samples(run: Path) -> pd.DataFrame:
 # -- where the rows are --------------------------------------------------------------------------------------
 
 
-def _dataset(run: Path, manifest: dict[str, Any]) -> tuple[DataConfig, Path]:
+def _dataset(run: Path, manifest: RunManifest) -> tuple[DataConfig, Path]:
     """(the dataset of a run, what its paths are relative to). Raises DataError."""
     try:
-        data = DataConfig.model_validate((manifest.get("config") or {}).get("data"), strict=False)
+        data = DataConfig.model_validate(manifest.setting("data"), strict=False)
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
         raise DataError(f"the dataset of the run in {run} is not known: {reason}") from error
-    return data, Path(str(manifest.get("config_folder") or "."))
+    return data, Path(manifest.config_folder)
 
 
-def _unchanged(run: Path, manifest: dict[str, Any], data: DataConfig, base: Path) -> list[Path]:
+def _unchanged(run: Path, manifest: RunManifest, data: DataConfig, base: Path) -> list[Path]:
     """The files of a run's dataset. Raises DataError where they are not as they were."""
     files = [] if data.path is None else data_files(data, base)
     files += [] if data.images is None else [base / data.images]
@@ -196,10 +192,10 @@ def _unchanged(run: Path, manifest: dict[str, Any], data: DataConfig, base: Path
     elif data.dataset is not None and not data.streaming:
         now = library_hashes(data, library_dataset(data, base))
     elif data.path is not None:
-        now = file_hashes(files)
+        now = [sha256_of(file) for file in files]
     else:
         return files  # code makes the rows: nothing is read again
-    if now != (manifest.get("data") or {}).get("files"):
+    if now != manifest.data.files:
         raise DataError(
             f"the files of the dataset, {', '.join(map(str, files[:3])) or data.source}, are not those of the"
             f" run in {run}",
@@ -209,21 +205,12 @@ def _unchanged(run: Path, manifest: dict[str, Any], data: DataConfig, base: Path
     return files
 
 
-def _suffixes(data: DataConfig, base: Path) -> tuple[str, ...]:
-    """The suffixes of a file into which rows themselves are copied; none where only ids can be written."""
-    if data.dataset is not None and not data.streaming:
-        return () if data.group else (".parquet",)  # its groups are not read here
-    return () if data.path is None else row_suffixes(source_of(data, base)[0])
-
-
-def _require_name(output: Path, suffixes: Sequence[str], source: str) -> None:
+def _require_name(output: Path) -> None:
     """Raises ConfigError for a name that does not say how rows, or their ids, are written."""
-    suffixes = tuple(dict.fromkeys((*suffixes, ".txt")))
-    if output.suffix.lower() not in suffixes:
+    if output.suffix.lower() not in (*ROW_SUFFIXES, ".txt"):
         ending = f"ends in {output.suffix}" if output.suffix else "has no suffix"
         raise ConfigError(
-            f"{output} {ending}; what is written is of {source}",
-            expected=f"a name that ends in one of {', '.join(suffixes)}",
+            f"{output} {ending}", expected=f"a name that ends in one of {', '.join(ROW_SUFFIXES)}, .txt"
         )
 
 
@@ -239,56 +226,54 @@ def _require_free(output: Path, files: Sequence[Path], overwrite: bool) -> None:
         )
 
 
-def _kept(data: DataConfig, base: Path, chosen: pd.DataFrame, count: int) -> Kept:
-    """[n]: which rows of the dataset are chosen, or are in a group that is. Raises DataError."""
-    if data.group is None:
-        kept = np.zeros(count, bool)
-        kept[_places(chosen, data)["index"]] = True
-        return kept
-    source, paths = source_of(data, base)
-    assert isinstance(source, TableSource)
-    wanted = Wanted(ids=(data.group,))
-    columns = [plain(source.rows(path, wanted).column(data.group)).to_pylist() for path in paths]
-    groups = set(map(str, chosen["id"]))
-    return np.array([str(each) in groups for column in columns for each in column], bool)
+def _copied(data: DataConfig, base: Path, chosen: pd.DataFrame, count: int) -> Rows:
+    """The chosen rows with all columns, or all rows of the chosen groups. count: the rows of the dataset.
+    Raises DataError.
+    """
+    if data.group is not None:
+        groups = set(map(str, chosen["id"]))
+        return whole_rows(data, base, RowFilter(lambda _, group: str(group) in groups, data.group))
+    places = {place["index"] for place in _places(chosen, data)}
+    asked = RowFilter(lambda place, _: place in places)
+    rows = whole_rows(data, base, asked)
+    if asked.seen != count:
+        raise DataError(
+            f"{data.source} has {asked.seen:,} rows, and the run's dataset had {count:,}",
+            next_step="run it again on the files as they are now",
+        )
+    return rows
 
 
 # -- what is written -----------------------------------------------------------------------------------------
 
 
-def _copy(data: DataConfig, base: Path, kept: Kept, output: Path, file: BinaryIO) -> None:
-    if data.path is not None:
-        copy_rows(data_files(data, base), kept, output, file)
-    else:
-        library_dataset(data, base).select(np.flatnonzero(kept)).to_parquet(file)
-
-
-def _places(frame: pd.DataFrame, data: DataConfig) -> pd.DataFrame:
+def _places(frame: pd.DataFrame, data: DataConfig) -> list[Record]:
     """The `id` of each row, and its `index` in the whole dataset; of groups of rows the ids."""
-    if data.group is not None:
-        return pd.DataFrame({"id": frame["id"]})
-    place = "dataset_row" if "dataset_row" in frame else "index"
-    return pd.DataFrame({"id": frame["id"], "index": frame[place]})
+    columns = {"id": "id"}
+    if data.group is None:
+        columns["dataset_row" if "dataset_row" in frame else "index"] = "index"
+    records = frame[list(columns)].rename(columns=columns).to_dict("records")
+    return [{str(name): value for name, value in record.items()} for record in records]
 
 
-def _write_list(table: pd.DataFrame, output: Path, file: BinaryIO) -> None:
-    """Write a table by the suffix of the output; to a txt file its ids, one a line, with the reasons."""
+def _write(output: Path, rows: Rows) -> None:
+    """Write rows by the suffix of the output; to a txt file their ids, one a line, with the reasons."""
     suffix = output.suffix.lower()
-    if suffix == ".parquet":
-        table.to_parquet(file, index=False)
-    elif suffix == ".csv":
-        file.write(table.to_csv(index=False).encode())
-    elif suffix == ".jsonl":
-        rows = (json.dumps(row, ensure_ascii=False) for row in table.to_dict("records"))
-        file.write("".join(f"{row}\n" for row in rows).encode())
-    else:
-        columns = table.drop(columns="index", errors="ignore").astype(str)
-        lines = ["\t".join(row) for row in columns.itertuples(index=False)]
-        broken = [line for line in lines if "\n" in line or "\r" in line]
-        if broken:
-            raise DataError(
-                f"the id {broken[0]!r} has a line break",
-                expected="ids of one line each in a .txt file",
-                next_step="write a .csv or .jsonl file",
-            )
-        file.write("".join(f"{line}\n" for line in lines).encode())
+    content = _lines(rows) if suffix == ".txt" else content_of(rows, suffix)
+    try:
+        write_atomically(output, content)
+    except OSError as error:
+        raise OutputError(f"{output} can't be written: {error.strerror or error}") from error
+
+
+def _lines(rows: Rows) -> bytes:
+    """The ids of rows, one a line, with the reasons."""
+    lines = ["\t".join(str(row[name]) for name in ("id", "reason") if name in row) for row in rows]
+    broken = [line for line in lines if "\n" in line or "\r" in line]
+    if broken:
+        raise DataError(
+            f"the id {broken[0]!r} has a line break",
+            expected="ids of one line each in a .txt file",
+            next_step="write a .csv or .jsonl file",
+        )
+    return "".join(f"{line}\n" for line in lines).encode()

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from psgrad import random_state
-from psgrad.commands.class_names import with_names_of_reference
 from psgrad.commands.loaded_parts import Loaded, Trained, load
 from psgrad.commands.residence import Ranks, turn_to_read
 from psgrad.config import Config
@@ -119,11 +118,10 @@ class Setup(Loaded):
             "supply": self.supply,
             "recompute": self.recompute,
             "scales_losses": self.autocast == torch.float16,
-            "tokens": engine.tokens_per_chunk,
             "model_size": ModelSize.of(self.model),
             "randomness": self.randomness,
-            "capture": engine.capture,
-            "compile": engine.compile,
+            "capture": "off" if engine.capture == "off" else "auto",
+            "compile": "inductor" if engine.capture == "inductor" else "none",
             "counts": self.counts,
             "say": say,
         }
@@ -138,10 +136,7 @@ class Setup(Loaded):
 
 
 def set_up(config: Config, kept: Path | None = None, ranks: Ranks | None = None) -> Setup:
-    """Load all that a config names, and make the parts of a run of it; see `load`. Classes without names in
-    the config have those of a stored reference.
-    """
-    config = with_names_of_reference(config)
+    """Load all that a config names, and make the parts of a run of it; see `load`."""
     trained = Trained(config.analyze.trainable, "analyze.trainable")
     return setup_of(load(config, trained=trained, kept=kept, ranks=ranks))
 

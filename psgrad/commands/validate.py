@@ -1,359 +1,283 @@
-"""`psgrad validate`: everything about a config that can be known without running it, and without torch."""
+"""The data flow of `psgrad validate`: all mistakes of a config, then the first of what it names."""
 
 from __future__ import annotations
 
-import math
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from psgrad.commands.validation import DataChecks, Problem, Validation
-from psgrad.config import (
-    MEASUREMENTS,
-    Config,
-    DataConfig,
-    ModelConfig,
-    is_callable_spec,
-    read_config,
-)
-from psgrad.config.plugin_options import installed_plugins, own_plugins, plugin_names
-from psgrad.config.values import NamedSection, did_you_mean
-from psgrad.errors import (
-    CheckpointError,
-    ConfigError,
-    LossError,
-    ModelError,
-    OutputError,
-    PsgradError,
-)
-from psgrad.models.checkpoint_headers import TensorHeader
-from psgrad.models.pretrained_checks import (
-    adapter_facts,
-    checkpoint_tensors,
-    library_problems,
-    pretrained_facts,
-)
-from psgrad.plugins import MEASURES, METHODS, PluginKind
+from psgrad.config import Config, is_callable_spec, read_config
+from psgrad.errors import EXIT_OK, EXIT_USAGE, ConfigError, PsgradError
 from psgrad.run import RunFolder
-from psgrad.run.code_checks import spec_problems
 from psgrad.run.folders import manifest_of
-from psgrad.run.row_lists import require_faiss
-from psgrad.wording import first_of
 
-_BYTES_A_ROW = 1000  # of samples.parquet and .csv and their shards, about
-_BYTES_A_RUN = 20 << 20  # of the report and the other tables, about
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+
+    from psgrad.commands.setup import Setup
+
+Say = Callable[[str], None]
 
 
-def validate(
-    path: Path,
-    overrides: Iterable[str] = (),
-    *,
-    deep: bool = False,
-    say: Callable[[str], None] = lambda _: None,
-) -> Validation:
-    """Check a config and all that it names: the whole of `psgrad validate`. Raises ConfigError for a file
-    that holds no config at all.
+@dataclass(frozen=True)
+class Problem:
+    """where: the config's key, dotted; empty for the config as a whole."""
 
-    `deep` also loads the model and the data, and takes the loss and the gradients of a few rows.
+    where: str
+    error: PsgradError
+
+
+@dataclass
+class Validation:
+    """The problems of a config, the facts that were found, by subject, and further notes."""
+
+    config: str
+    problems: list[Problem] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def problems_at(self, where: str) -> Iterator[None]:
+        """What is raised inside is a problem of the config's key `where`."""
+        try:
+            yield
+        except PsgradError as error:
+            self.problems.append(Problem(where, error))
+
+    @property
+    def exit_code(self) -> int:
+        """0; 2 where the config is wrong; 3 where it is the files that it names."""
+        codes = [problem.error.exit_code for problem in self.problems]
+        return EXIT_USAGE if EXIT_USAGE in codes else max(codes, default=EXIT_OK)
+
+    def content(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        problems = [
+            {"where": each.where, **each.error.parts(), "exit_code": each.error.exit_code}
+            for each in self.problems
+        ]
+        return {
+            "schema_version": 1,
+            "config": self.config,
+            "facts": self.facts,
+            "notes": self.notes,
+            "valid": not self.problems,
+            "problems": problems,
+        }
+
+
+def validate(path: Path, settings: list[str] | None = None, *, say: Say = lambda _: None) -> Validation:
+    """All problems of a config file. Where it has none, what it names is loaded, a few rows go through the
+    model, and the first problem on the way is found. Raises ConfigError for a file that holds no config.
+
+    say: gets the messages of the loading.
     """
-    reading = read_config(path, list(overrides))
+    reading = read_config(path, settings or [])
     found = Validation(str(path), [Problem("", ConfigError(problem)) for problem in reading.problems])
-    checks = _Checks(found, path.parent, reading.sections, deep)
-    checks.all()
-    rows = checks.rows
-    if deep and not found.problems and reading.config is not None:
-        from psgrad.commands.validate_deep import validate_deep
+    config = reading.config
+    if config is None:
+        return found
+    _look_at_output(config.output, found)
+    trusted = _look_at_stored(config, found)
+    if found.problems:
+        return found
 
-        rows = validate_deep(reading.config, found, say)
-    elif reading.config is not None and not deep:
-        found.notes.append(
-            "not looked at without --deep: whether the weights fit the model, labels are in range, and a row"
-            " goes through"
+    from psgrad.commands.completion import completed_for_analyze
+    from psgrad.commands.setup import set_up
+    from psgrad.user_code import importing_beside
+
+    _make_plugins(config, found)
+    if found.problems:
+        return found
+    with found.problems_at(""), importing_beside(config.base):
+        run = set_up(completed_for_analyze(config))
+        parameters = run.objective.params.values()
+        numbers = sum(parameter.numel() for parameter in parameters)
+        found.facts["model"] = (
+            f"{numbers:,} trained numbers in {len(parameters):,} parameters, on {run.device}"
         )
-    if reading.config is not None and rows and not found.problems:
-        checks.gate_limits(reading.config, rows)
+        found.facts["data"] = f"{config.data.source}: {len(run.samples.ids):,} rows"
+        trusted = _load_other_data(config, run) or trusted
+        columns = _few_rows(run, say)
+        found.facts["losses"] = _loss_words(columns["loss"].to_numpy())
+        _compare_labels(run, columns, found)
+        check = run.self_check(run.stream(say))
+        found.facts["self-check"] = (
+            "left out, as the model draws at random"
+            if check is None
+            else f"worst relative error {check.worst:.2g}, against a plain one-sample gradient"
+        )
+        _look_at_gate_limits(config, len(run.samples), trusted, found)
     return found
 
 
-class _Checks:
-    """The checks, each of which adds to what was found.
-
-    Attributes:
-        sections: those that could be read.
-        deep: whether the model and all rows are loaded afterwards.
-        rows, trusted: how many rows the data and the reference have, as far as headers tell.
-    """
-
-    def __init__(self, found: Validation, base: Path, sections: Mapping[str, Any], deep: bool) -> None:
-        self.found, self.base, self.sections, self.deep = found, base, sections, deep
-        self.data = DataChecks(found, base, sections, deep)
-        self.rows: int | None = None
-        self.trusted: int | None = None
-
-    def all(self) -> None:
-        self._model()
-        self._data()
-        self._loss()
-        self._analyze()
-        self._influence()
-        self._privacy()
-        self._gate()
-        self._output()
-
-    def _code(
-        self, where: str, spec: str, raises: type[PsgradError], kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        self.found.add(where, spec_problems(spec, self.base, kwargs, raises))
-
-    def _model(self) -> None:
-        model = self.sections.get("model")
-        if model is None:
-            return
-        if model.factory is not None:
-            self._code("model.factory", model.factory, ModelError, model.kwargs)
-            self.found.facts["model"] = model.factory
-        else:
-            self._foreign_model(model)
-        weights = None
-        if model.checkpoint is not None:
-            weights = self._weights("model.checkpoint", model.checkpoint, model.state_dict_key)
-        for section in ("analyze", "influence"):
-            listed = getattr(self.sections.get(section), "checkpoints", None) or []
-            for place, each in enumerate(listed):
-                where = f"{section}.checkpoints.{place}"
-                path = getattr(each, "path", each)
-                ours = self._weights(where, path, model.state_dict_key)
-                if ours is not None and weights is not None:
-                    self.found.add(where, _unlike(ours, weights, path))
-                weights = weights or ours
-
-    def _foreign_model(self, model: ModelConfig) -> None:
-        """Check that a library's model exists, and note the facts in its files."""
-        self.found.add("model", library_problems(model))
-        if model.timm is not None:
-            self.found.facts["model"] = f"timm's {model.timm}"
-            return
-        self.found.facts["model"] = str(model.pretrained)
-        allowed = self.sections.get("allow_download") is True
-        problems = len(self.found.problems)
-        with self.found.problems_at("model.pretrained"):
-            self.found.facts["model"] = pretrained_facts(model, self.base, allow_download=allowed)
-        if problems == len(self.found.problems):
-            with self.found.problems_at("model.adapter"):
-                for words, notes in adapter_facts(model, self.base, allow_download=allowed):
-                    self.found.facts["model.adapter"] = words
-                    self.found.notes += notes
-
-    def _weights(self, where: str, path: Path, key: str | None) -> dict[str, TensorHeader] | None:
-        with self.found.problems_at(where):
-            header = checkpoint_tensors(
-                self.base / path,
-                key if path.suffix != ".safetensors" or where == "model.checkpoint" else None,
-            )
-            if header is None:
-                self.found.facts[where] = str(path)
-                if not self.deep:
-                    self.found.notes.append(f"what {path} holds is checked with --deep")
-                return None
-            numbers = sum(math.prod(tensor.shape) for tensor in header.values())
-            self.found.facts[where] = f"{path}: {len(header):,} tensors, {numbers:,} numbers"
-            return header
-        return None
-
-    def _data(self) -> None:
-        data, privacy = self.sections.get("data"), self.sections.get("privacy")
-        unit = None if privacy is None or privacy.unit is None else privacy.unit.column
-        if data is not None:
-            self.rows = self.data.dataset("data", data, unit)
-        queries = getattr(self.sections.get("influence"), "queries", None)
-        for data in () if queries is None else (queries.own_data, queries.contrast_data):
-            if data is not None:
-                self.data.dataset("influence.queries", data)
-
-    def _loss(self) -> None:
-        loss = self.sections.get("loss")
-        if loss is not None and is_callable_spec(loss.name):
-            self._code("loss.name", loss.name, LossError)
-
-    def _analyze(self) -> None:
-        analyze = self.sections.get("analyze")
-        if analyze is None:
-            return
-        for measure in analyze.measures:
-            self._named("analyze.measures", MEASURES, measure)
-        if analyze.outliers.detectors:
-            from psgrad.quality.detector import detector_from
-
-            for detector in analyze.outliers.detectors:
-                with self.found.problems_at("analyze.outliers.detectors"):
-                    detector_from(detector.name, detector.options, self.base)
-        if analyze.measures:
-            self.found.facts["analyze.measures"] = ", ".join(measure.name for measure in analyze.measures)
-        self._reference(analyze.outliers.reference)
-
-    def _reference(self, reference: Any) -> None:
-        where = "analyze.outliers.reference"
-        if reference is None:
-            return
-        if reference.data is not None:
-            data = self.sections.get("data")
-            given = reference.data.model_dump(exclude_unset=True)
-            kept = (
-                {}
-                if data is None
-                else data.model_dump(exclude_unset=True, exclude={"path", "factory", "kwargs"})
-            )
-            with self.found.problems_at(f"{where}.data"):
-                self.trusted = self.data.dataset(
-                    f"{where}.data", DataConfig.model_validate({**kept, **given})
-                )
-        if reference.baseline is not None:
-            self._baseline(f"{where}.baseline", reference.baseline)
-        if reference.run is not None:
-            from psgrad.run.finished import finished_manifest
-            from psgrad.run.results.manifest import read_manifest
-
-            with self.found.problems_at(f"{where}.run"):
-                manifest = read_manifest(finished_manifest(self.base / reference.run))
-                self.trusted = manifest.counts.samples
-
-    def _baseline(self, where: str, path: Path) -> None:
-        from psgrad.quality.gates import read_baseline
-
-        with self.found.problems_at(where):
-            found = read_baseline(self.base / path)
-            self.found.facts[where] = f"{path}: {len(found.findings):,} findings"
-
-    def _influence(self) -> None:
-        influence = self.sections.get("influence")
-        if influence is None:
-            return
-        for where, method in [
-            ("influence.method", influence.method),
-            *(("influence.evaluate.methods", m) for m in influence.evaluate.methods),
-        ]:
-            self._named(where, METHODS, method)
-        if influence.measurement.name not in MEASUREMENTS:
-            self._code("influence.measurement", influence.measurement.name, ConfigError)
-        if influence.index_search.approximate:
-            with self.found.problems_at("influence.index_search"):
-                require_faiss()
-        if influence.evaluate.train.function is not None:
-            self._code("influence.evaluate.train.function", influence.evaluate.train.function, ConfigError)
-        if influence.training is not None:
-            for key, spec in influence.training.code.items():
-                self._code(f"influence.training.{key}", spec, ConfigError)
-
-    def _named(self, where: str, kind: PluginKind, section: NamedSection) -> None:
-        """The name and the options' names of a measure or method; values are checked with --deep, by the
-        thing itself.
-        """
-        if is_callable_spec(section.name):
-            self._code(where, section.name, ConfigError)
-            return
-        own = own_plugins(kind.group).get(section.name)
-        if own is None and section.name not in installed_plugins(kind.group):
-            known = plugin_names(kind.group)
-            said = f"there is no {kind.word} {section.name!r}{did_you_mean(section.name, known)}"
-            self.found.add(where, [ConfigError(said, expected=f"one of {', '.join(known)}; or module:Class")])
-        takes = list(own.options) if own is not None else list(section.options)
-        for option in section.options:
-            if option not in takes:
-                said = f"{option}: unknown option of {section.name}{did_you_mean(option, takes)}"
-                expected = f"one of {', '.join(takes)}" if takes else "it takes none"
-                self.found.add(where, [ConfigError(said, expected=expected)])
-
-    def _privacy(self) -> None:
-        privacy = self.sections.get("privacy")
-        if privacy is not None and privacy.augmentation is not None:
-            self._code("privacy.augmentation.function", privacy.augmentation.function, ConfigError)
-
-    def _gate(self) -> None:
-        gate = self.sections.get("gate")
-        if gate is None:
-            return
-        if gate.baseline is not None and (self.base / gate.baseline).exists():
-            self._baseline("gate.baseline", gate.baseline)
-        elif gate.baseline is not None:
-            self.found.notes.append(
-                f"there is no baseline {self.base / gate.baseline} yet: all findings will be new"
-            )
-        if gate.ignore is not None:
-            from psgrad.quality.findings import read_ignore_list
-
-            with self.found.problems_at("gate.ignore"):
-                self.found.facts["gate.ignore"] = (
-                    f"{gate.ignore}: {len(read_ignore_list(self.base / gate.ignore)):,} entries"
-                )
-
-    def gate_limits(self, config: Config, rows: int) -> None:
-        """Note what the gate could not decide. Samples of a baseline are not tested when they come again, so
-        nothing is known there.
-        """
-        outliers, gate = config.analyze.outliers, config.gate
-        if gate.max_outliers is None and gate.max_fraction is None:
-            return
-        if outliers.reference is None or self.trusted is not None:
-            from psgrad.quality.gate_limits import undecided_rules
-
-            self.found.notes += undecided_rules(gate, outliers, rows, self.trusted)
-
-    def _output(self) -> None:
-        output: Path | None = self.sections.get("output")
-        if output is None:
-            return
-        self.found.facts["output"] = str(output)
-        earlier = manifest_of(output)
-        with self.found.problems_at("output"):
-            RunFolder.require_free(output, overwrite=earlier is not None)
-        if earlier is not None:
-            state = earlier.get("state")
-            way = (
-                "--overwrite replaces it"
-                if state == "finished"
-                else "--resume goes on with it, --overwrite replaces it"
-            )
-            self.found.notes.append(
-                f"{output} holds a run of psgrad {earlier.get('command') or ''} ({state}): {way}".replace(
-                    "  ", " "
-                )
-            )
-        needed = _BYTES_A_RUN + _BYTES_A_ROW * (self.rows or 0)
-        with self.found.problems_at("output"):
-            free = _free_bytes(output)
-            if free is not None and free < needed:
-                raise OutputError(
-                    f"the disk of {output} has {free:,} bytes left",
-                    expected=f"about {needed:,} for a run of {self.rows or 0:,} rows",
-                    next_step="free some space, or choose an --output on another disk",
-                )
+def _look_at_output(output: Path, found: Validation) -> None:
+    """Find a folder of somebody else; note a run that is there already."""
+    found.facts["output"] = str(output)
+    earlier = manifest_of(output)
+    with found.problems_at("output"):
+        RunFolder.require_free(output, overwrite=earlier is not None)
+    if earlier is not None:
+        finished = earlier.get("state") == "finished"
+        way = "--overwrite replaces it" if finished else "--resume goes on with it, --overwrite replaces it"
+        found.notes.append(
+            f"{output} holds a run of psgrad {earlier.get('command', '')} ({earlier.get('state')}): {way}"
+        )
 
 
-def _unlike(
-    ours: Mapping[str, TensorHeader], first: Mapping[str, TensorHeader], path: Path
-) -> Iterable[CheckpointError]:
-    """What distinguishes a checkpoint from the first one of the config."""
-    missing = [name for name in first if name not in ours]
-    more = [name for name in ours if name not in first]
-    other = [
-        f"{name} {list(ours[name].shape)} instead of {list(first[name].shape)}"
-        for name in first
-        if name in ours and ours[name].shape != first[name].shape
-    ]
-    for words, names in (("lacks", missing), ("also has", more), ("has", other)):
-        if names:
-            yield CheckpointError(
-                f"{path} {words} {first_of(names, 5)}",
-                expected="the tensors of the config's first checkpoint, checkpoints of one training",
-            )
+def _look_at_stored(config: Config, found: Validation) -> int | None:
+    """Read baselines, ignore lists and the reference run. Returns the number of samples of that run."""
+    gate, reference = config.gate, config.analyze.outliers.reference
+    baselines = {"gate.baseline": gate.baseline}
+    if gate.baseline is not None and not (config.base / gate.baseline).exists():
+        del baselines["gate.baseline"]
+        found.notes.append(
+            f"there is no baseline {config.base / gate.baseline} yet: all findings will be new"
+        )
+    if reference is not None:
+        baselines["analyze.outliers.reference"] = reference.baseline
+    for where, path in baselines.items():
+        if path is not None:
+            from psgrad.quality.gates import read_baseline
 
+            with found.problems_at(where):
+                read_baseline(config.base / path)
+    if gate.ignore is not None:
+        from psgrad.quality.findings import read_ignore_list
 
-def _free_bytes(output: Path) -> int | None:
-    """Free bytes of the disk that the output would be on; None where they are not known."""
-    for folder in (output, *output.absolute().parents):
-        try:
-            return shutil.disk_usage(folder).free
-        except OSError:
-            continue
+        with found.problems_at("gate.ignore"):
+            read_ignore_list(config.base / gate.ignore)
+    if reference is not None and reference.run is not None:
+        from psgrad.run.finished import finished_manifest
+
+        with found.problems_at("analyze.outliers.reference"):
+            return finished_manifest(config.base / reference.run).counts.samples
     return None
+
+
+def _make_plugins(config: Config, found: Validation) -> None:
+    """Make the measures, detectors and methods with their options, import the code of one's own, and see that
+    all checkpoints and libraries are there.
+    """
+    from psgrad.commands.influence_setup import method_from
+    from psgrad.commands.measure_setup import measures_of
+    from psgrad.models.checkpoint_headers import require_checkpoint
+    from psgrad.quality.detector import detector_from
+    from psgrad.run.row_lists import require_faiss
+    from psgrad.user_code import resolve
+
+    influence, base = config.influence, config.base
+    with found.problems_at("analyze.measures"):
+        measures_of(config)
+    for detector in config.analyze.outliers.detectors:
+        with found.problems_at("analyze.outliers.detectors"):
+            detector_from(detector.name, detector.options, base)
+    for method in (influence.method, *influence.evaluate.methods):
+        with found.problems_at("influence"):
+            method_from(method, base)
+    with found.problems_at("influence.index_search"):
+        if influence.index_search.approximate:
+            require_faiss()
+    for where, spec in _code_of(config).items():
+        with found.problems_at(where):
+            resolve(spec, base)
+    for path in [*(config.analyze.checkpoints or []), *(each.path for each in influence.checkpoints or [])]:
+        with found.problems_at("checkpoints"):
+            require_checkpoint(base / path)
+
+
+def _code_of(config: Config) -> dict[str, str]:
+    """key -> module:callable, of the code that a config names besides factories and plugins."""
+    influence, privacy = config.influence, config.privacy
+    named = {
+        "loss": config.loss.name,
+        "influence.measurement": influence.measurement.name,
+        "influence.evaluate.train": influence.evaluate.train.function,
+    }
+    if influence.training is not None:
+        named |= {f"influence.training.{key}": spec for key, spec in influence.training.code.items()}
+    if privacy is not None and privacy.augmentation is not None:
+        named["privacy.augmentation"] = privacy.augmentation.function
+    return {where: spec for where, spec in named.items() if spec is not None and is_callable_spec(spec)}
+
+
+def _load_other_data(config: Config, run: Setup) -> int | None:
+    """Load the queries and the trusted dataset. Returns the number of rows of the latter."""
+    from psgrad.commands.class_names import errors_about
+
+    queries, reference = config.influence.queries, config.analyze.outliers.reference
+    own = None if queries is None else queries.own_data
+    if own is not None:
+        with errors_about("influence.queries"):
+            run.more_samples(own.model_copy(update={"weight": None}), weighted=False)
+    if reference is None or reference.data is None:
+        return None
+    with errors_about("analyze.outliers.reference.data"):
+        return len(run.more_samples(reference.data))
+
+
+# Rows whose loss is taken, from all over the dataset; the second number where they have classes.
+_ROWS = (32, 128)
+
+
+def _few_rows(run: Setup, say: Say) -> pd.DataFrame:
+    """Loss and label, and what the model says, of some rows from all over the dataset."""
+    import numpy as np
+    import pandas as pd
+    import torch
+
+    from psgrad.commands.influence_queries import chosen_rows
+    from psgrad.data.reader import CheckedReader
+    from psgrad.engine.execution.examples import Examples
+    from psgrad.engine.execution.ranks import spread_rows
+
+    criterion = run.criterion
+    lengths = criterion.kind == "token"
+    reader = CheckedReader(run.samples, criterion, run.reader.classes, with_lengths=lengths)
+    rows = np.array(spread_rows(len(run.samples), _ROWS[criterion.kind in ("class", "binary")]))
+    examples = Examples(run.objective, chosen_rows(reader, rows), len(rows), run.stream_options(say))
+    chunks = [chunk for _, chunk in examples.losses()]
+    columns = {name: torch.cat([chunk[name] for chunk in chunks]).cpu().numpy() for name in chunks[0]}
+    targets = reader.targets_at(rows)
+    columns |= {} if targets is None else {"target": targets}
+    columns |= {} if reader.lengths is None else {"length": reader.lengths[rows]}
+    return pd.DataFrame(columns)
+
+
+def _loss_words(losses: np.ndarray[Any, Any]) -> str:
+    import numpy as np
+
+    finite = losses[np.isfinite(losses)]
+    if not len(finite):
+        return f"none of {len(losses)} is finite"
+    words = f"{finite.min():.4g} to {finite.max():.4g} over {len(losses)} rows"
+    missing = len(losses) - len(finite)
+    return words + (f", {missing} of them not finite" if missing else "")
+
+
+def _compare_labels(run: Setup, columns: pd.DataFrame, found: Validation) -> None:
+    """Note how many labels the model agrees with, and a sign that classes are in another order."""
+    from psgrad.commands.class_names import label_facts_of
+    from psgrad.reports.labels import label_warning, label_words
+
+    names = run.config.data.class_names
+    labels = label_facts_of(run.criterion, columns, names)
+    if labels is not None and (words := label_words(labels, names)):
+        found.facts["labels"] = words
+    if labels is not None and (warning := label_warning(labels, names)):
+        found.notes.append(warning)
+
+
+def _look_at_gate_limits(config: Config, rows: int, trusted: int | None, found: Validation) -> None:
+    """Note what the gate could not decide. Samples of a baseline are not tested when they come again, so
+    nothing is known there.
+    """
+    from psgrad.quality.gate_limits import undecided_rules
+
+    outliers, gate = config.analyze.outliers, config.gate
+    limited = gate.max_outliers is not None or gate.max_fraction is not None
+    if limited and (outliers.reference is None or trusted is not None):
+        found.notes += undecided_rules(gate, outliers, rows, trusted)

@@ -8,7 +8,6 @@ from psgrad.config.analysis import GateConfig as GateConfig
 from psgrad.config.analysis import MeasureConfig as MeasureConfig
 from psgrad.config.analysis import OutlierConfig as OutlierConfig
 from psgrad.config.analysis import ReferenceConfig as ReferenceConfig
-from psgrad.config.config import LOSS_OPTIONS as LOSS_OPTIONS
 from psgrad.config.config import Config as Config
 from psgrad.config.config import EngineConfig as EngineConfig
 from psgrad.config.config import LossConfig as LossConfig
@@ -46,6 +45,6 @@ from psgrad.config.reading import config_from as config_from
 from psgrad.config.reading import load_config as load_config
 from psgrad.config.reading import read_config as read_config
 from psgrad.config.values import NamedSection as NamedSection
-from psgrad.config.values import did_you_mean as did_you_mean
 from psgrad.config.values import is_callable_spec as is_callable_spec
-from psgrad.config.values import nearest as nearest
+from psgrad.wording import did_you_mean as did_you_mean
+from psgrad.wording import nearest as nearest

@@ -7,48 +7,57 @@ The options of a measure are its own, and checked where the measure is known: se
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from psgrad.config.checkpoint_lists import listed_paths
 from psgrad.config.data import DataConfig
+from psgrad.config.plugin_names import Group
 from psgrad.config.values import ConfigSection, FilePath, Finite, NamedSection, ParameterPatterns, first_twice
 
 
 class MeasureConfig(NamedSection):
     """A measure by name, a file of `psgrad/engine/measures/builtin` or `module:Class`, with its options."""
 
+    group: ClassVar[Group] = "measures"
+
 
 class DetectorConfig(NamedSection):
     """A detector of outliers among projected gradients, by name, with its options."""
 
+    group: ClassVar[Group] = "detectors"
+
 
 class ReferenceConfig(ConfigSection):
-    """Samples that are trusted, against which others are judged. A bare string is the path of a baseline (a
-    .json file) or of a run folder.
-    """
+    """Samples that are trusted, against which others are judged. A bare string is `stored`."""
 
-    bare: ClassVar[str] = "run"
+    bare: ClassVar[str] = "stored"
+    not_taken: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("baseline", "run"), "set stored, which takes a baseline and a run folder alike"
+    )
 
-    baseline: FilePath | None = None
-    """A saved baseline, a .json file, relative to this config."""
-    run: FilePath | None = None
-    """The folder of a finished run, relative to this config."""
+    stored: FilePath | None = None
+    """A saved baseline, a .json file, or the folder of a finished run, relative to this config."""
     data: DataConfig | None = None
     """A trusted dataset; keys that are left out are those of the config's data."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _file_is_a_baseline(cls, value: object) -> object:
-        return {"baseline": value} if isinstance(value, str) and value.endswith(".json") else value
+    @property
+    def baseline(self) -> Path | None:
+        """The saved baseline, where it is one."""
+        return self.stored if self.stored is not None and self.stored.suffix == ".json" else None
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of a finished run, where it is one."""
+        return None if self.baseline is not None else self.stored
 
     @model_validator(mode="after")
     def _one_source(self) -> ReferenceConfig:
-        given = [name for name in ("baseline", "run", "data") if getattr(self, name) is not None]
-        if len(given) != 1:
+        if (self.stored is None) == (self.data is None):
             raise ValueError(
-                "give exactly one of baseline (a file), run (a run folder) and data (a trusted dataset)"
+                "give exactly one of stored (a baseline, or a run folder) and data (a trusted dataset)"
             )
         return self
 
@@ -98,7 +107,9 @@ class AnalyzeConfig(ConfigSection):
     """What is computed besides norm, loss and prediction; docs/reference/measures.md lists the measures."""
     trainable: ParameterPatterns = None
     """Patterns of parameter names whose gradients are measured; null for all trainable ones."""
-    checkpoints: Annotated[list[FilePath] | None, BeforeValidator(listed_paths)] = None
+    checkpoints: Annotated[
+        list[FilePath] | None, BeforeValidator(listed_paths, json_schema_input_type=str | list[str] | None)
+    ] = None
     """Checkpoints of one training run, in order, for the measures that follow samples through training; a
     pattern such as run/checkpoint-* is those that match, in order of their steps.
     """
@@ -124,21 +135,22 @@ class AnalyzeConfig(ConfigSection):
 class GateConfig(ConfigSection):
     """What a run may hold and still pass: `psgrad check`, and `psgrad analyze --check`."""
 
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "new_only": "leave it out: findings of gate.baseline are not counted"
+    }
+
     max_outliers: Annotated[int, Field(ge=0)] | None = None
     """The largest number of outliers that passes; null for any number."""
     max_fraction: Annotated[Finite, Field(ge=0, le=1)] | None = None
     """The largest share of outliers that passes; null for any share."""
     nonfinite: Literal["error", "warning", "ignore"] = "error"
     """The level of a loss or gradient that is NaN or infinite."""
-    new_only: bool = False
-    """Count only what is not in the baseline."""
     baseline: FilePath | None = None
     """Findings that are not counted: a file of `psgrad baseline save`, relative to this config."""
     ignore: FilePath | None = None
     """Findings that a person has accepted, each with a reason: a YAML file, relative to this config."""
 
-    @model_validator(mode="after")
-    def _new_to_what(self) -> GateConfig:
-        if self.new_only and self.baseline is None:
-            raise ValueError("new_only counts what is not in the baseline, and gate.baseline names none")
-        return self
+    @property
+    def new_only(self) -> bool:
+        """Whether only findings count that are not in the baseline."""
+        return self.baseline is not None

@@ -9,20 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, create_model, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from psgrad.config.analysis import AnalyzeConfig, GateConfig
 from psgrad.config.data import SOURCE_KEYS, DataConfig
 from psgrad.config.influence import MEASUREMENTS, InfluenceConfig
 from psgrad.config.model import LABELS_FROM_TEXT, TASK_LOSSES, TASKS, ModelConfig
-from psgrad.config.plugin_options import installed_plugins, own_plugins, plugin_names, type_of
+from psgrad.config.plugin_names import Group
 from psgrad.config.privacy import PrivacyConfig
-from psgrad.config.values import ConfigSection, FilePath, described, did_you_mean, is_callable_spec
+from psgrad.config.values import ConfigSection, FilePath, NamedSection, described, is_callable_spec
 
-LOSS_OPTIONS: Mapping[str, frozenset[str]] = {
-    name: frozenset(each.options) for name, each in own_plugins("losses").items()
-}
-"""The losses of psgrad, and the options that each of them takes."""
+_ChunkSize = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
 def _chunk_size(value: object) -> object:
@@ -60,65 +57,49 @@ def _memory(value: object) -> object:
     return size
 
 
-def _loss_name(value: str) -> str:
-    if value in LOSS_OPTIONS or is_callable_spec(value) or value in installed_plugins("losses"):
-        return value
-    known = plugin_names("losses")
-    meant = did_you_mean(value, known, before="", after=" ")
-    raise ValueError(
-        f"there is no loss {value!r}; {meant}known: {', '.join(known)}; or module:callable for one of"
-        " your own"
-    )
-
-
-class _LossName(ConfigSection):
-    name: Annotated[str, AfterValidator(_loss_name)]
-    """A known loss, or module:callable(output, target) that returns one number for each sample."""
-
-
-def _loss_options() -> dict[str, Any]:
-    """The fields of all losses' options: name -> (type, FieldInfo)."""
-    found: dict[str, Any] = {}
-    for option in dict.fromkeys(option for each in own_plugins("losses").values() for option in each.options):
-        takers = [name for name, each in own_plugins("losses").items() if option in each.options]
-        schema = own_plugins("losses")[takers[0]].options[option]
-        listed = " and ".join(filter(None, (", ".join(takers[:-1]), takers[-1])))
-        described = Field(default=schema["default"], description=f"{schema['description']}; of {listed}")
-        found[option] = (type_of(schema), described)
-    return found
-
-
-class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_options())):  # type: ignore[misc]
+class LossConfig(NamedSection):
     """The loss of one sample: a known name with options, or a callable. A bare string is the name alone."""
 
-    bare: ClassVar[str] = "name"
-    later: ClassVar[frozenset[str]] = frozenset({"columns", "reduction"})
+    group: ClassVar[Group] = "losses"
 
+    name: str
+    """A known loss, or module:callable(output, target) that returns one number for each sample; the other
+    keys are its options.
+    """
     columns: list[str] = Field(default_factory=list)
     """Of a callable of your own: columns of the data whose values of a sample it gets after the target."""
 
+    @property
+    def own(self) -> bool:
+        """Whether it is a callable of the user's own."""
+        return is_callable_spec(self.name)
+
     @model_validator(mode="after")
-    def _options_of_this_loss(self) -> LossConfig:
-        takes = LOSS_OPTIONS.get(self.name, frozenset())
-        refused = sorted(
-            self.not_default() - {"name"} - takes - ({"columns"} if is_callable_spec(self.name) else set())
-        )
+    def _columns_of_a_callable(self) -> LossConfig:
+        refused = list(self.options) if self.own else ["columns"] if self.columns else []
         if refused:
-            takes_text = f"it takes {', '.join(sorted(takes))}" if takes else "it takes no options"
-            raise ValueError(f"the loss {self.name!r} does not take {', '.join(refused)}; {takes_text}")
+            raise ValueError(f"the loss {self.name!r} does not take {', '.join(refused)}")
         return self
 
 
 class EngineConfig(ConfigSection):
     """How the gradients are computed."""
 
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "tokens_per_chunk": "set engine.memory, which bounds rows of any length",
+        "compile": "set engine.capture: inductor",
+    }
+
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
-    chunk_size: Annotated[int | Literal["auto"], BeforeValidator(_chunk_size)] = "auto"
+    chunk_size: Annotated[_ChunkSize, BeforeValidator(_chunk_size, json_schema_input_type=_ChunkSize)] = (
+        "auto"
+    )
     """Rows computed together; auto fits them to the memory."""
-    tokens_per_chunk: Annotated[int, Field(ge=1)] | None = None
-    """Positions computed together at most, where rows differ in length; null for what fits the memory."""
-    memory: Annotated[int | Literal["auto"], BeforeValidator(_memory)] = "auto"
+    memory: Annotated[
+        int | Literal["auto"],
+        BeforeValidator(_memory, json_schema_input_type=Annotated[int, Field(ge=_LEAST_MEMORY)] | str),
+    ] = "auto"
     """The memory of a chunk, and of offloaded or sharded weights, up to half of it each: a size such as
     2GiB; auto is a share of the free memory.
     """
@@ -144,11 +125,10 @@ class EngineConfig(ConfigSection):
     """
     verify: Annotated[int, Field(ge=0)] = 3
     """Rows whose gradient is checked against a plain one-sample gradient; 0 for none."""
-    capture: Literal["auto", "off"] = "auto"
-    """Whether a chunk's kernels are recorded once and replayed; off for models that change from row to row.
+    capture: Literal["auto", "off", "inductor"] = "auto"
+    """Whether a chunk's kernels are recorded once and replayed: off for models that change from row to row;
+    inductor compiles what was recorded.
     """
-    compile: Literal["none", "inductor"] = "none"
-    """Whether the recorded program is compiled."""
 
     @model_validator(mode="after")
     def _memory_sizes_automatic_chunks(self) -> EngineConfig:
@@ -157,12 +137,6 @@ class EngineConfig(ConfigSection):
                 f"memory says how large an automatic chunk may get, and chunk_size is {self.chunk_size}; set"
                 " one of the two"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _what_is_compiled_is_captured(self) -> EngineConfig:
-        if self.compile != "none" and self.capture == "off":
-            raise ValueError(f"compile: {self.compile} compiles what was recorded, and capture is off")
         return self
 
 
@@ -205,6 +179,8 @@ def _inherited(content: Any, path: tuple[str, ...]) -> Any:
 
 class Config(ConfigSection):
     """One config. Paths of inputs are relative to `base`, `output` is relative to the current directory."""
+
+    filled_in: ClassVar[tuple[str, ...]] = ("loss",)
 
     version: Annotated[Literal[1], BeforeValidator(_version)]  # a Literal alone takes true for 1
     """Version of this format."""
@@ -262,7 +238,7 @@ class Config(ConfigSection):
 
     @model_validator(mode="after")
     def _named_loss_needs_a_target(self) -> Config:
-        wanted = self.loss.name in LOSS_OPTIONS and self.model.task not in LABELS_FROM_TEXT
+        wanted = not self.loss.own and self.model.task not in LABELS_FROM_TEXT
         if self.data.path is not None and self.data.target is None and wanted:
             raise ValueError(
                 f"data.target is missing: the loss {self.loss.name!r} compares the output with a target"
@@ -291,7 +267,7 @@ class Config(ConfigSection):
     @model_validator(mode="after")
     def _queries_need_a_target(self) -> Config:
         queries, named = self.influence.queries, self.influence.measurement.name in MEASUREMENTS
-        measured = named and (self.influence.measurement.name != "loss" or self.loss.name in LOSS_OPTIONS)
+        measured = named and (self.influence.measurement.name != "loss" or not self.loss.own)
         measured &= self.model.task not in LABELS_FROM_TEXT
         if queries is not None and queries.path is not None and queries.target is None and measured:
             raise ValueError(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from psgrad.config.plugin_options import installed_plugins, own_plugins
+from psgrad.config.plugin_names import OWN, plugin_names
 from psgrad.config.values import (
     CallableSpec,
     ConfigSection,
@@ -22,7 +22,7 @@ from psgrad.config.values import (
 )
 from psgrad.errors import ConfigError
 
-DATA_SUFFIXES = tuple(f".{name}" for name in own_plugins("sources"))
+DATA_SUFFIXES = tuple(f".{name}" for name in OWN["sources"])
 """Suffixes of the data files that psgrad reads by itself."""
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 """Suffixes of compressed files; the one before them picks the reader."""
@@ -79,7 +79,7 @@ def _data_paths(value: object) -> object:
     if not paths or not all(isinstance(path, str | Path) and str(path) for path in paths):
         raise ValueError(f"got {described(value)}, expected a file, a glob such as train-*.jsonl, or a list")
     for path in map(Path, paths):
-        if data_format(path) not in (*own_plugins("sources"), *installed_plugins("sources")):
+        if data_format(path) not in plugin_names("sources"):
             raise ValueError(
                 f"{path.name!r} does not end in one of {', '.join(DATA_SUFFIXES)} (or these and .gz or .zst);"
                 " the suffix picks the reader"

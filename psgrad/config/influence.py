@@ -21,10 +21,10 @@ from psgrad.config.values import (
     FilePath,
     Finite,
     ParameterPatterns,
-    did_you_mean,
     first_twice,
     is_callable_spec,
 )
+from psgrad.wording import did_you_mean
 
 MEASUREMENTS = ("loss", "margin", "logit", "log_probability")
 """What of a query is explained, by name."""
@@ -178,9 +178,12 @@ class InfluenceConfig(ConfigSection):
     """The number of a query that is explained."""
     parameters: ParameterPatterns = None
     """Patterns of parameter names, such as [head.*]; null for all trainable ones."""
-    checkpoints: Annotated[list[CheckpointConfig] | None, BeforeValidator(listed_checkpoints)] = None
-    """Checkpoints of one training run, or a pattern such as run/*.safetensors or run/checkpoint-*; by default
-    only the model's.
+    checkpoints: Annotated[
+        list[CheckpointConfig] | None,
+        BeforeValidator(listed_checkpoints, json_schema_input_type=str | list[str | CheckpointConfig] | None),
+    ] = None
+    """Checkpoints of one training run, each a path or {path, learning_rate, step}, or a pattern such as
+    run/*.safetensors or run/checkpoint-*; by default only the model's.
     """
     average: Literal["relative", "plain"] = "relative"
     """Over several checkpoints: relative divides each one's scores of a query by their root mean square over

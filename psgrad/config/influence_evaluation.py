@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
+from psgrad.config.plugin_names import Group
 from psgrad.config.values import CallableSpec, ConfigSection, FilePath, Finite, NamedSection
 
 
@@ -17,11 +18,13 @@ class MethodConfig(NamedSection):
     bare string is the name; options without a name are those of `influence`.
     """
 
+    group: ClassVar[Group] = "methods"
+
     name: str = "influence"
     """A known method, or module:Class; the other keys are its options."""
 
 
-EvaluationKind = Literal["loo", "lds", "removal", "curve"]
+EvaluationKind = Literal["loo", "lds", "removal"]
 
 _STEPS = frozenset({"epochs", "batch_size", "learning_rate", "schedule"})
 # The options of each optimizer, in addition to weight decay and the number of models at once.
@@ -169,32 +172,6 @@ class TuningConfig(ConfigSection):
     """Candidates, as multiples of the curvature's mean eigenvalue."""
 
 
-_AMOUNT = "a share of the rows such as 1%, or a number of rows"
-
-
-def _amount(value: str | int) -> str | int:
-    if isinstance(value, int):
-        if value < 1:
-            raise ValueError(f"{value} rows to remove; expected {_AMOUNT}")
-        return value
-    try:
-        share = float(value.removesuffix("%"))
-    except ValueError:
-        raise ValueError(f"{value!r} is no amount of rows; expected {_AMOUNT}") from None
-    if not value.endswith("%"):
-        if share != int(share) or share < 1:
-            raise ValueError(f"{value!r} is no number of rows; expected {_AMOUNT}")
-        return int(share)
-    if not 0 < share < 100:
-        raise ValueError(f"{value} of the rows; expected a share above 0% and below 100%")
-    return value
-
-
-def _rows_of(amount: str | int, rows: int) -> int:
-    """How many of `rows` rows an amount is, at least one."""
-    return amount if isinstance(amount, int) else max(1, round(float(amount[:-1]) / 100 * rows))
-
-
 class EvaluationConfig(ConfigSection):
     """`psgrad influence --evaluate`: models trained again, and what is compared."""
 
@@ -205,7 +182,7 @@ class EvaluationConfig(ConfigSection):
     queries: Annotated[int, Field(ge=1)] | None = None
     """The largest number of queries, drawn at random; null for all."""
     seeds: Annotated[int, Field(ge=1)] = 3
-    """Trainings of each subset (lds) or removal (loo, removal, curve)."""
+    """Trainings of each subset (lds) or removal (loo, removal)."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of everything drawn."""
     subsets: Annotated[int, Field(ge=3)] = 100
@@ -222,16 +199,6 @@ class EvaluationConfig(ConfigSection):
     """Of removal: how many proponents are left out."""
     explained: Annotated[int, Field(ge=2)] = 20
     """Of removal: for how many queries."""
-    remove: list[Annotated[str | int, AfterValidator(_amount)]] = Field(
-        default_factory=lambda: list[str | int](["1%", "2%", "5%", "10%"]), min_length=1
-    )
-    """Of curve: how many of the rows that help, or hurt, all queries together are left out: shares such as
-    1%, or numbers of rows.
-    """
-
-    def removed_of(self, rows: int) -> list[int]:
-        """The numbers of rows, out of `rows`, that `remove` asks for; rising, each once."""
-        return sorted({_rows_of(amount, rows) for amount in self.remove})
 
     @model_validator(mode="after")
     def _highest_are_removals(self) -> EvaluationConfig:

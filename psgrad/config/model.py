@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
@@ -71,22 +71,6 @@ _Adapters = Annotated[
 class ModelConfig(ConfigSection):
     """The model: what builds it, which task it does, and the weights to put in."""
 
-    later: ClassVar[frozenset[str]] = frozenset(
-        {
-            "pretrained",
-            "revision",
-            "timm",
-            "task",
-            "adapter",
-            "dtype",
-            "load",
-            "attention",
-            "trust_remote_code",
-            "state_dict_prefix",
-            "strict",
-        }
-    )
-
     factory: CallableSpec | None = None
     """What builds the model: module:callable or file.py:callable; files are relative to this config."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -99,7 +83,10 @@ class ModelConfig(ConfigSection):
     """In place of a factory: the name of one of timm's models."""
     task: Task | None = None
     """What a pretrained model does; it implies the loss and how rows become inputs."""
-    adapter: Annotated[_Adapters | None, BeforeValidator(_adapters)] = None
+    adapter: Annotated[
+        _Adapters | None,
+        BeforeValidator(_adapters, json_schema_input_type=str | list[str] | NewAdapterConfig | None),
+    ] = None
     """The folder of a PEFT adapter, a list of them, or {create: lora}; only adapters are differentiated."""
     dtype: Literal["as-saved", "float32", "bfloat16"] = "as-saved"
     """Precision in which parameters that are not differentiated are stored; products run in engine.dtype."""

@@ -64,21 +64,6 @@ class BudgetConfig(ConfigSection):
     """The delta of that epsilon; each run may state its own epsilon at another one."""
 
 
-def _loss_scaling(value: object) -> object:
-    if value == "dynamic":
-        raise ValueError(
-            "dynamic loss scaling skips a step when a gradient overflows, which one record can bring about:"
-            " the branch would tell of it outside the guarantee; set none, with engine.dtype: bfloat16 for"
-            " mixed precision, which needs no scaling"
-        )
-    if value != "none":
-        raise ValueError(
-            f"got {described(value)}, expected none, the only value: gradients in float32 and bfloat16 need"
-            " no scaling"
-        )
-    return value
-
-
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)")
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -108,8 +93,14 @@ class PrivacyConfig(ConfigSection):
         "noise_multiplier": "set privacy.noise.multiplier",
         "epsilon": "set privacy.noise.target_epsilon",
         "target_delta": "it is called delta here",
+        "loss_scaling": (
+            "gradients in float32 and bfloat16 need no scaling, and a dynamic one tells of single records by"
+            " the steps that it skips; leave it out"
+        ),
         "max_physical_batch_size": "set engine.chunk_size or engine.memory, which don't change the numbers",
     }
+
+    filled_in: ClassVar[tuple[str, ...]] = ("relation", "steps", "expected_batch_size")
 
     epochs: Annotated[Finite, Field(gt=0)] | None = None
     """In place of steps: steps = epochs / sample_rate, rounded up."""
@@ -149,8 +140,6 @@ class PrivacyConfig(ConfigSection):
     """What the model is run on before the first step, to find a layer that mixes records: rows finds more,
     and whether the run begins then depends on the data.
     """
-    loss_scaling: Annotated[Literal["none"], BeforeValidator(_loss_scaling)] = "none"
-    """none is the only value: gradients here need no scaling."""
     on_error: Literal["end", "zero"] = "end"
     """What a record does on which the model, the loss or the reading of it fails: end the run before the step
     is paid for, or add zero to the sum, as a record without a finite gradient does. How many such records

@@ -5,7 +5,6 @@ file, line and a suggestion.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,18 +15,18 @@ from pydantic_core import ErrorDetails
 from psgrad.config.analysis import GateConfig
 from psgrad.config.config import Config
 from psgrad.config.model import FOLDERS, MADE
-from psgrad.config.values import ConfigSection, described, did_you_mean, nearest, sections_in
+from psgrad.config.values import ConfigSection, described, meaning, sections_in
 from psgrad.errors import ConfigError
+from psgrad.wording import did_you_mean, nearest
 from psgrad.yaml12 import KeyPath, parse
 
 _MAX_BYTES = 1 << 20
 
 
 class Reading(NamedTuple):
-    """A config, or its valid sections, and the problems of the rest."""
+    """A config without problems, or None and its problems."""
 
     config: Config | None
-    sections: Mapping[str, Any]
     problems: list[str]
 
 
@@ -51,8 +50,8 @@ def config_from(content: Mapping[str, Any], overrides: Sequence[str] = (), base:
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Reading:
-    """The valid sections of a config, with its problems; see `load_config`. Raises ConfigError for a file
-    that holds no config at all.
+    """A config, or its problems; see `load_config`. Raises ConfigError for a file that holds no config at
+    all.
     """
     return _read(_read_document(path), overrides, path.parent)
 
@@ -86,7 +85,7 @@ def load_gate(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Gate
 
 
 def _whole(path: Path | None, reading: Reading) -> Config:
-    if reading.problems or reading.config is None:
+    if reading.config is None:
         raise problems_found("the config" if path is None else f"the config {path}", reading.problems)
     return reading.config
 
@@ -104,20 +103,8 @@ def _read(document: _Document, overrides: Sequence[str], base: Path) -> Reading:
         config = Config.model_validate(document.content, context={"base": base})
     except ValidationError as error:
         problems += [document.problem(details) for details in error.errors(include_url=False)]
-        return Reading(None, _sections_of(document.content, base), problems)
-    return Reading(config, {name: getattr(config, name) for name in Config.model_fields}, problems)
-
-
-def _sections_of(content: Mapping[Any, Any], base: Path) -> dict[str, Any]:
-    """The sections that can be read by themselves, and the output."""
-    found: dict[str, Any] = {}
-    for name, section in _sections(Config).items():
-        with suppress(ValidationError):
-            if name in content:
-                found[name] = section.model_validate(content[name], context={"base": base})
-    if isinstance(content.get("output"), str):
-        found["output"] = Path(content["output"])
-    return found
+        return Reading(None, problems)
+    return Reading(None if problems else config, problems)
 
 
 def _plain(value: Any) -> Any:
@@ -266,8 +253,8 @@ def _unknown_key(path: KeyPath) -> str:
 
 
 def _missing_key(path: KeyPath) -> str:
-    description = " ".join((_section_at(path[:-1]).model_fields[str(path[-1])].description or "").split())
-    return f"missing; it is required: {description[:1].lower()}{description[1:].rstrip('.')}"
+    words = meaning(_section_at(path[:-1]).model_fields[str(path[-1])])
+    return f"missing; it is required: {words[:1].lower()}{words[1:].rstrip('.')}"
 
 
 def _section_at(path: KeyPath) -> type[ConfigSection]:

@@ -8,16 +8,27 @@ Something that a config names, with options of its own, which are checked where 
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
+from psgrad.config.plugin_names import Group, plugin_names
 from psgrad.errors import ConfigError
+from psgrad.wording import did_you_mean
 
 
 def is_callable_spec(text: str) -> bool:
@@ -38,18 +49,6 @@ def require_regular(path: Path, what: str) -> None:
             expected="a file, which can be read again",
             next_step="write its content into a file, and name that",
         )
-
-
-def nearest(word: str, known: Sequence[str]) -> str | None:
-    """The one of `known` that `word` was most likely meant to be; None where nothing comes close."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return close[0] if close else None
-
-
-def did_you_mean(word: str, known: Sequence[str], before: str = "; ", after: str = "") -> str:
-    """`; did you mean X?` where one of the known words is close, else nothing."""
-    close = nearest(word, known)
-    return f"{before}did you mean {close}?{after}" if close else ""
 
 
 def _callable_spec(value: str) -> str:
@@ -91,18 +90,20 @@ def _patterns(value: object) -> object:
 
 CallableSpec = Annotated[str, AfterValidator(_callable_spec)]
 FilePath = Annotated[Path, Field(strict=False)]
-ParameterPatterns = Annotated[list[str] | None, BeforeValidator(_patterns)]
+ParameterPatterns = Annotated[
+    list[str] | None, BeforeValidator(_patterns, json_schema_input_type=str | list[str] | None)
+]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ConfigSection(BaseModel):
-    """A group of keys. `not_taken` are keys that people look for in it and that it does not have, each with
-    the reason; `later` those of its keys that earlier versions did not have; `bare` is the key whose value a
-    bare text is, empty where there is none.
+    """A group of keys. `not_taken` are keys that people look for in it and that it does not have (any more),
+    each with what to do instead; `filled_in` those without a default that follow from others; `bare` is the
+    key whose value a bare text is, empty where there is none.
     """
 
     not_taken: ClassVar[Mapping[str, str]] = {}
-    later: ClassVar[frozenset[str]] = frozenset()
+    filled_in: ClassVar[tuple[str, ...]] = ()
     bare: ClassVar[str] = ""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
@@ -123,11 +124,22 @@ class ConfigSection(BaseModel):
             if getattr(self, name) != info.get_default(call_default_factory=True)
         }
 
-    def decisive(self) -> dict[str, Any]:
-        """The values that indexes and ledgers compare, as JSON has them. A key of `later` is left out at its
-        default, so that files of earlier versions still fit.
-        """
-        return self.model_dump(mode="json", exclude=set(self.later - self.not_default()))
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The section in the JSON Schema, or a bare text where it takes one."""
+        found = handler(core_schema)
+        content = handler.resolve_ref_schema(found)
+        content.pop("description", None)  # of the class, for programmers
+        for key, info in cls.model_fields.items():
+            content["properties"][key]["description"] = meaning(info)
+        content["required"] = [key for key in content.get("required", []) if key not in cls.filled_in]
+        return {"anyOf": [{"type": "string"}, found]} if cls.bare else found
+
+
+def meaning(info: FieldInfo) -> str:
+    """What a key means, in a sentence: the text below the field that it is."""
+    text = " ".join((info.description or "").split())
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 
 def sections_in(annotation: object) -> Iterator[type[ConfigSection]]:
@@ -139,14 +151,27 @@ def sections_in(annotation: object) -> Iterator[type[ConfigSection]]:
 
 
 class NamedSection(ConfigSection):
-    """A name (a known one, or `module:Class`) with options. A bare string is the name alone."""
+    """A plugin of a kind by name (a known one, or `module:Class`) with its options. A bare string is the name
+    alone. The options are checked where the plugin is made.
+    """
 
     bare: ClassVar[str] = "name"
+    group: ClassVar[Group]
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     name: str
     """A known name, or module:Class; the other keys are its options."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        known, kind = plugin_names(cls.group), cls.group.removesuffix("es" if cls.group == "losses" else "s")
+        if value in known or is_callable_spec(value):
+            return value
+        meant = did_you_mean(value, known, before="", after=" ")
+        own = "module:callable" if kind == "loss" else "module:Class"
+        raise ValueError(f"there is no {kind} {value!r}; {meant}known: {', '.join(known)}; or {own}")
 
     @property
     def options(self) -> dict[str, Any]:

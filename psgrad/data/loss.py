@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from psgrad.config import LOSS_OPTIONS, LossConfig, is_callable_spec
+from psgrad.config import LossConfig, is_callable_spec
 from psgrad.errors import ConfigError, LossError
 from psgrad.plugins import LOSSES, configured
 from psgrad.user_code import module_of, resolve
@@ -78,10 +78,9 @@ def resolve_loss(config: LossConfig, base: Path) -> Criterion:
     does not return one scalar.
     """
     if not is_callable_spec(config.name):
-        options = {option: getattr(config, option) for option in LOSS_OPTIONS.get(config.name, ())}
-        loss: Loss = configured(LOSSES, config.name, options, base)
+        loss: Loss = configured(LOSSES, config.name, config.options, base)
         ignore_index = IGNORED if loss.ignore_index is None else loss.ignore_index
-        unit = unit_of_loss(config.name, options.get("reduction"))
+        unit = unit_of_loss(config.name, config.options.get("reduction", "mean"))
         of_tensor = partial(_of_one_tensor, config.name, loss)
         return Criterion(config.name, of_tensor, loss.kind, ignore_index, unit=unit)
     function = resolve(config.name, base, raises=LossError)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from psgrad.config.model import TASKS, ModelConfig, Task
-from psgrad.config.values import did_you_mean
 from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
 from psgrad.models.checkpoints import load_into
 from psgrad.models.hub import LocalFolder, library, located, quiet
@@ -29,7 +28,7 @@ from psgrad.models.model_folders import (
 )
 from psgrad.models.pretrained_checks import require_head
 from psgrad.models.quantised import quantisation, store_weights
-from psgrad.wording import first_line, first_of
+from psgrad.wording import did_you_mean, first_line, first_of
 
 AUTO_CLASSES: Mapping[Task, str] = {
     "sequence-classification": "AutoModelForSequenceClassification",

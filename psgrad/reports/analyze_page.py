@@ -58,7 +58,7 @@ from psgrad.reports.sections import render as render_page
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import MISSING, brief, identifier, label, number, percent
 from psgrad.run.results import AnalyzeResult, TopSample, disagrees, has_classes, top_samples
-from psgrad.run.results.manifest import UNKNOWN_UNIT, read_manifest
+from psgrad.run.results.manifest import UNKNOWN_UNIT
 from psgrad.wording import common_prefix, parameter_names, prefix_note
 
 # Every part of the page is bounded, so that the page is.
@@ -85,7 +85,7 @@ def render(
     result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, list[Plot]] | None = None
 ) -> str:
     """The report as HTML. It changes the figures, so their files are written before."""
-    manifest, by_name = read_manifest(result.manifest), {plot.name: plot for plot in plots}
+    manifest, by_name = result.manifest, {plot.name: plot for plot in plots}
     sections = [
         stands_out(result),
         look_first(result, by_name.get("loss_against_norm")),
@@ -123,7 +123,7 @@ def render(
 
 def headline(result: AnalyzeResult) -> list[tuple[str, str]]:
     """The figures at the top of the page: value, and what it is."""
-    samples, manifest = result.samples, read_manifest(result.manifest)
+    samples, manifest = result.samples, result.manifest
     listed = samples["is_outlier_issue"].to_numpy(bool) & (samples["status"] == "ok").to_numpy()
     rankings, error = rankings_of(manifest.judged), manifest.self_check.worst_relative_error
     found = [
@@ -141,7 +141,7 @@ def headline(result: AnalyzeResult) -> list[tuple[str, str]]:
 
 def _partial_words(result: AnalyzeResult) -> str:
     """How many samples were looked at; empty for all."""
-    manifest, looked_at = read_manifest(result.manifest), f"{len(result.samples):,}"
+    manifest, looked_at = result.manifest, f"{len(result.samples):,}"
     if manifest.limit is None:
         return ""
     there = manifest.counts.in_dataset
@@ -153,7 +153,7 @@ def stands_out(result: AnalyzeResult) -> Section:
     """What was found, how samples were judged, and what the gate says."""
     parts = [
         *label_parts(result),
-        *rankings_parts(read_manifest(result.manifest).judged),
+        *rankings_parts(result.manifest.judged),
         *verdict_parts(result.check),
         *found_parts(result),
         *judged_parts(result),
@@ -164,7 +164,7 @@ def stands_out(result: AnalyzeResult) -> Section:
 
 def label_parts(result: AnalyzeResult) -> Iterator[Part]:
     """What labels mean, and how many of them the model agrees with; what is odd about that."""
-    facts = read_manifest(result.manifest).labels
+    facts = result.manifest.labels
     if facts is not None and (words := label_words(facts, result.class_names)):
         yield Text(f"Labels: {words}.", id="labels")
     if facts is not None and (warning := label_warning(facts, result.class_names)):
@@ -177,7 +177,7 @@ def look_first(result: AnalyzeResult, scatter: Plot | None) -> Section:
     parts: list[Part] = [] if scatter is None else [linked_image(scatter, listed, result.class_names)]
     if len(listed):
         samples, one = sample_table(result), len(listed) == 1
-        score = score_words(str(read_manifest(result.manifest).judged.score))
+        score = score_words(str(result.manifest.judged.score))
         which = f"of the first ranks by {score}"
         if score == "gradient norm":
             which = f"that {'pulls' if one else 'pull'} hardest"
@@ -262,7 +262,7 @@ def by_class(result: AnalyzeResult, plot: Plot | None) -> Iterator[Section]:
 def by_layer(result: AnalyzeResult, plot: Plot | None) -> Iterator[Section]:
     """The norms of each parameter's gradient, as a figure and as a table."""
     if len(result.parameters):
-        layers = layer_table(result.parameters, read_manifest(result.manifest).loss_unit)
+        layers = layer_table(result.parameters, result.manifest.loss_unit)
         parts: list[Part] = [] if plot is None else [image(plot)]
         parts.append(Fold("The same as a table, a row a parameter", [layers]))
         yield Section("Layer by layer", parts, "by-layer", "Layers")

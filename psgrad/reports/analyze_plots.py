@@ -33,7 +33,6 @@ from psgrad.reports.pictures import PICTURE_NOTE, to_rgb
 from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import count, identifier, label, number, percent, shorten_middle
 from psgrad.run.results import AnalyzeResult, TopSample, has_classes, top_samples
-from psgrad.run.results.manifest import read_manifest
 from psgrad.wording import common_prefix, correlation, parameter_names, prefix_note, shorten_apart
 
 MAX_GROUPS = 30  # classes or parameters in one figure: more can't be read
@@ -44,7 +43,7 @@ MAX_PICTURES = 24
 def draw_plots(result: AnalyzeResult) -> list[Plot]:
     """All figures that this result has the data for, in reading order."""
     samples, names = result.samples, result.class_names
-    listed, unit = listed_words(result), read_manifest(result.manifest).loss_unit
+    listed, unit = listed_words(result), result.manifest.loss_unit
     plots = [norm_histogram(samples, listed)]
     if not (samples["status"] == "ok").any():
         return plots

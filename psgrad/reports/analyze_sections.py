@@ -32,7 +32,6 @@ from psgrad.reports.words import (
 from psgrad.run.results import AnalyzeResult, disagrees, has_classes, top_samples
 from psgrad.run.results.check import CheckResult
 from psgrad.run.results.findings import RULES, Finding
-from psgrad.run.results.manifest import read_manifest
 
 MAX_SAMPLES = 200
 MAX_COLUMNS = 26
@@ -142,7 +141,7 @@ def values_table(result: AnalyzeResult) -> Table | None:
 
 def column_of(name: str, result: AnalyzeResult) -> TableColumn:
     """A column of the table of samples by its name: its heading, and how its values are written."""
-    manifest = read_manifest(result.manifest)
+    manifest = result.manifest
     write = _writer(name, result.class_names)
     if name == "group":
         by = manifest.judged.groups.by
@@ -300,7 +299,7 @@ def class_parts(result: AnalyzeResult) -> Iterator[Part]:
 
 def class_table(result: AnalyzeResult, statistics: pd.DataFrame) -> Table:
     """All classes, or the first MAX_CLASSES by listed samples."""
-    unit, total = read_manifest(result.manifest).loss_unit, len(statistics)
+    unit, total = result.manifest.loss_unit, len(statistics)
     listed = "how many are on the review list or named as outliers"
     nonfinite = "how many have a loss or gradient that is not finite"
     differs = "percentage of the class for which the model predicts another"

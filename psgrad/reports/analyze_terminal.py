@@ -13,7 +13,6 @@ from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
 from psgrad.run.results import AnalyzeResult, top_samples
 from psgrad.run.results.check import check_content
-from psgrad.run.results.manifest import read_manifest
 
 SCHEMA_VERSION = 1
 
@@ -23,7 +22,7 @@ def top_table(result: AnalyzeResult, n: int) -> Table:
     there was no reference.
     """
     samples, names = result.samples, result.class_names
-    judged = read_manifest(result.manifest).judged
+    judged = result.manifest.judged
     there = [each for each in ("target", "prediction", "q_value") if each in samples]
     there = [each for each in there if samples[each].notna().any()]
     columns = [
@@ -51,7 +50,7 @@ def top_table(result: AnalyzeResult, n: int) -> Table:
 
 def summary(result: AnalyzeResult) -> str:
     """What was done and found, in a few lines."""
-    samples, manifest = result.samples, read_manifest(result.manifest)
+    samples, manifest = result.samples, result.manifest
     judged, check = manifest.judged, manifest.self_check
     nonfinite = int((samples["status"] == "nonfinite").sum())
     listed = int((samples["is_outlier_issue"] & (samples["status"] == "ok")).sum())
@@ -112,8 +111,8 @@ def run_content(result: AnalyzeResult, top: int) -> dict[str, Any]:
     labels, self_check, engine, timings (s) as in manifest.json; check: the gate's verdict without its
     findings, which are in findings.jsonl, or null.
     """
-    samples = result.samples
-    in_dataset = read_manifest(result.manifest).counts.in_dataset or len(samples)
+    samples, manifest = result.samples, result.manifest.content()
+    in_dataset = result.manifest.counts.in_dataset or len(samples)
     record = {
         "schema_version": SCHEMA_VERSION,
         "folder": str(result.folder),
@@ -124,7 +123,7 @@ def run_content(result: AnalyzeResult, top: int) -> dict[str, Any]:
         "review": int((samples["is_outlier_issue"] & (samples["status"] == "ok")).sum()),
         "top": json.loads(top_samples(samples, top).to_json(orient="records", double_precision=15)),
         "measures": {name: dict(measure.numbers) for name, measure in result.measures.items()},
-        **{about: result.manifest.get(about) for about in ("labels", "self_check", "engine", "timings")},
+        **{about: manifest.get(about) for about in ("labels", "self_check", "engine", "timings")},
         "check": None if result.check is None else check_content(result.check),
     }
     found: dict[str, Any] = json.loads(json.dumps(record, default=str), parse_constant=lambda _: None)

@@ -20,7 +20,7 @@ from psgrad.reports.pictures import picture_uri, to_png, to_rgb
 from psgrad.reports.sections import data_uri
 from psgrad.reports.words import count, identifier, number, printable
 from psgrad.run.results import AnalyzeResult, MeasureResult, TopSample
-from psgrad.run.results.manifest import UNKNOWN_UNIT, read_manifest
+from psgrad.run.results.manifest import UNKNOWN_UNIT
 
 LEVELS = 6  # shades on either side of nothing
 RAISES, LOWERS = REVIEW, "#2b66b0"
@@ -383,7 +383,7 @@ def unit_words(result: AnalyzeResult, measure: MeasureResult) -> str:
     """The unit of a map's numbers."""
     if measure.name == "token_share":
         return "of the squared norm"
-    unit, known = unit_of(measure), read_manifest(result.manifest).loss_unit
+    unit, known = unit_of(measure), result.manifest.loss_unit
     if unit == "loss" and known != UNKNOWN_UNIT:
         unit = known
     return unit + ("" if measure.name in ADDITIVE else " per unit of input")

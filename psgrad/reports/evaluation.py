@@ -22,10 +22,6 @@ TITLES: Mapping[str, str] = {
     ),
     "loo": "leave-one-out (what models retrained without one example say, against what was predicted)",
     "removal": "removal (rise of the query's measurement when its strongest proponents are left out)",
-    "curve": (
-        "removal curve (mean rise over the queries when the rows that help or hurt all of them most are left"
-        " out)"
-    ),
 }
 
 
@@ -68,11 +64,6 @@ def retrained_words(result: EvaluationResult) -> str:
             f"{models}: without each of {count(facts['removals'], 'example')}, {facts['highest']} of them of"
             " the highest influence"
         )
-    if result.kind == "curve":
-        return (
-            f"{models}: without the rows that help or hurt most, of {facts['rows']:,}, and without random"
-            f" ones, {count(facts['seeds'], 'seed')} each"
-        )
     return (
         f"{models}: without the strongest proponents of each of {facts['queries']:,} queries,"
         f" {count(facts['seeds'], 'seed')} each"
@@ -109,10 +100,8 @@ def method_name(row: Row) -> str:
 
 def ordered(table: pd.DataFrame, kind: str) -> pd.DataFrame:
     """The rows by the kind's first number, the largest first; of removal by method, in order of what the most
-    removed examples bring; of curve by side and number.
+    removed examples bring.
     """
-    if kind == "curve":
-        return table.sort_values(["side", "removed", "rise"], ascending=[False, True, False], kind="stable")
     if kind != "removal":
         return table.sort_values(HEADLINE[kind], ascending=False, kind="stable")
     last = table[table["removed"] == table["removed"].max()].set_index("method")["rise"]
@@ -171,15 +160,6 @@ _COLUMNS: Mapping[str, list[tuple[str, Writer]]] = {
         ("rise", _decimals("rise", 4)),
         ("95 % interval", _interval(digits=4)),
         ("lead of {main}", _decimals("ahead", 4)),
-        ("95 % interval of it", _interval("ahead_low", "ahead_high", 4)),
-    ],
-    "curve": [
-        ("left out", lambda row: "helps most" if row["side"] == "helpful" else "hurts most"),
-        ("rows", _whole("removed")),
-        ("rise", _decimals("rise", 4)),
-        ("95 % interval", _interval(digits=4)),
-        ("predicted", _decimals("predicted", 4)),
-        ("{main} minus this", _decimals("ahead", 4)),
         ("95 % interval of it", _interval("ahead_low", "ahead_high", 4)),
     ],
 }

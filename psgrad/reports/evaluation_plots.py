@@ -24,8 +24,7 @@ from psgrad.reports.drawing import (
 from psgrad.reports.evaluation import method_name, ordered
 from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import brief
-from psgrad.run.results.influence import HEADLINE, RANDOM, EvaluationResult
-from psgrad.run.results.manifest import read_manifest
+from psgrad.run.results.influence import HEADLINE, EvaluationResult
 
 _AXES = {
     "lds": "linear datamodeling score (mean rank correlation over the queries)",
@@ -39,8 +38,6 @@ def evaluation_plots(result: EvaluationResult) -> list[Plot]:
     """All figures that this result has the data for."""
     if result.kind == "removal":
         return [removal_curves(result)]
-    if result.kind == "curve":
-        return [curves_of_both_sides(result)]
     plots = [intervals(result)]
     if len(result.points):
         plots.append(predicted_and_actual(result))
@@ -86,7 +83,7 @@ def predicted_and_actual(result: EvaluationResult) -> Plot:
     """A point a removal and query, the line through all points, and the diagonal where scores predict
     amounts.
     """
-    influence = read_manifest(result.manifest).influence
+    influence = result.manifest.influence
     predicts, unit = influence.predicts_removal is not False, influence.unit
     figure, axes = figure_with_axes(4.6)
     points = result.points
@@ -138,31 +135,10 @@ def removal_curves(result: EvaluationResult) -> Plot:
     return Plot("evaluation", "Removal curves", _BANDS, figure)
 
 
-def curves_of_both_sides(result: EvaluationResult) -> Plot:
-    """The mean rise over the queries against the number of rows that are left out, one line a method and
-    side; what the config's method predicted, as crosses.
-    """
-    figure, axes = figure_with_axes(4.6)
-    random = result.table["method"] == RANDOM
-    shown = result.table[~random | (result.table["side"] == "helpful")]
-    for (name, side), rows in shown.groupby(["method", "side"], sort=False):
-        words = f"{name}, {_SIDES[str(side)]}" if name != RANDOM else "random rows"
-        _curve(axes, result, str(name), rows.sort_values("removed"), words)
-        if name == result.method and rows["predicted"].notna().any():
-            axes.plot(rows["removed"], rows["predicted"], "x", color=REVIEW, markersize=6)
-    axes.axhline(0, color=QUIET, linewidth=0.8)
-    axes.set(xlabel="training examples left out", ylabel=f"mean {result.unit}")
-    count_axis(axes, "x")
-    legend_above(axes, columns=2)
-    caption = f"{_BANDS} Crosses: what the scores of {result.method} predicted, as a sum."
-    return Plot("evaluation", "Removal curve", caption, figure)
-
-
-_SIDES = {"helpful": "helps most", "harmful": "hurts most"}
 _BANDS = "Bands: 95 % intervals over the queries. Dashed: controls."
 
 
-def _curve(axes: Axes, result: EvaluationResult, name: str, rows: pd.DataFrame, words: str = "") -> None:
+def _curve(axes: Axes, result: EvaluationResult, name: str, rows: pd.DataFrame) -> None:
     """A line with its band. rows: of one method, by the number of removed examples."""
     control = bool(rows["control"].iloc[0])
     colour = REVIEW if name == result.method else QUIET if control else DARK
@@ -174,7 +150,7 @@ def _curve(axes: Axes, result: EvaluationResult, name: str, rows: pd.DataFrame, 
         linestyle=DASHES if control else "-",
         marker="o",
         markersize=4,
-        label=brief(words or name, _NAME_LIMIT),
+        label=brief(name, _NAME_LIMIT),
     )
 
 

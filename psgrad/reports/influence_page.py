@@ -51,7 +51,6 @@ from psgrad.reports.sections import (
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import FACT_LIMIT, MISSING, brief, count, identifier, label, number, plural
 from psgrad.run.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes
-from psgrad.run.results.manifest import read_manifest
 
 # Every part of the page is bounded, so that the page is: 90 pictures of noise are about 1.5 MB.
 PICTURE_SIDE = 64
@@ -73,7 +72,7 @@ def write_influence_report(result: InfluenceResult, write: Callable[[str, bytes]
 
 def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
     """The report as HTML."""
-    manifest = read_manifest(result.manifest)
+    manifest = result.manifest
     return render(
         Page(
             title=title_of(manifest, "Which training examples made the model do this?"),

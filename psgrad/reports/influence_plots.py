@@ -28,7 +28,6 @@ from psgrad.reports.influence_words import own_words, query_name, reported_queri
 from psgrad.reports.ticks import log_axis
 from psgrad.reports.words import count, label, percent, shorten_middle
 from psgrad.run.results import ALL_INDEX, SIGN, InfluenceResult, carriers, cumulative_influence, disagrees
-from psgrad.run.results.manifest import read_manifest
 from psgrad.wording import correlation
 
 MAX_ROWS = 12  # queries in one figure
@@ -42,7 +41,7 @@ _CURVE_POINTS = 300
 def draw_influence_plots(result: InfluenceResult) -> list[Plot]:
     """All figures that this result has the data for, in reading order."""
     plots = list[Plot]()
-    if read_manifest(result.manifest).influence.search is None:  # all rows have scores
+    if result.manifest.influence.search is None:  # all rows have scores
         plots += [score_distributions(result), cumulative(result)]
     if "self_influence" in result.training and result.training["self_influence"].notna().any():
         plots.append(self_influence_against_loss(result))
@@ -167,7 +166,7 @@ def self_influence_against_loss(result: InfluenceResult) -> Plot:
         ):
             scatter(axes, rows, "self_influence", (colour, marker), words)
         log_axis(axes, "x", "y")
-        across, unit = own_words(result), read_manifest(result.manifest).loss_unit
+        across, unit = own_words(result), result.manifest.loss_unit
         axes.set_xlabel(textwrap.fill(f"self-influence (log scale): {across}", 110), parse_math=False)
         axes.set_ylabel(f"loss of the training example ({unit}, log scale)")
         if wrong.any():

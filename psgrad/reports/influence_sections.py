@@ -27,7 +27,6 @@ from psgrad.reports.words import (
 from psgrad.run.results import ALL_INDEX, InfluenceResult
 from psgrad.run.results.influence import harmful_rows
 from psgrad.run.results.influence_details import Array, TokenPair, TokenText
-from psgrad.run.results.manifest import read_manifest
 from psgrad.wording import listed_names
 
 # Parameters that are named.
@@ -49,7 +48,7 @@ def coverage_words(rows: list[dict[str, Any]]) -> str:
 
 def coverage_sections(result: InfluenceResult) -> Iterator[Section]:
     """The section, where a run has said which parameters it covers."""
-    rows = read_manifest(result.manifest).influence.coverage
+    rows = result.manifest.influence.coverage
     if not rows:
         return
     parts: list[Part] = [Text(brief(coverage_words(rows), 2 * FACT_LIMIT))]
@@ -159,8 +158,8 @@ def next_steps(result: InfluenceResult) -> Iterator[str]:
             "The list: <code>{}</code> has {}, the worst first, with labels and predicted changes."
         ).format(result.folder / HARMFUL_FILE, count(len(harmful), "row"))
     yield Markup(
-        "Measure what removing does: <code>psgrad influence CONFIG --evaluate curve --remove 1% --remove"
-        " 5%</code> trains again without them, and without as many random rows."
+        "Measure how far to trust sums of scores: <code>psgrad influence CONFIG --evaluate lds</code> trains"
+        " again on random subsets of the rows."
     )
     if len(result.facts) == 1:
         yield Markup(
@@ -186,30 +185,14 @@ def trust_words(result: InfluenceResult, amount: int) -> str:
     signs = [each.predicted * each.found > 0 for each in removals if each.found is not None]
     if signs:
         said.append(f"{sum(signs)} of {len(signs)} checked removals had the predicted sign")
-    lds, curve = result.evaluations.get("lds"), result.evaluations.get("curve")
+    lds = result.evaluations.get("lds")
     if lds is not None:
         best = lds.get("ceiling")
         of = "" if best is None else f" of at most {best:.2f}"
         said.append(f"sums of scores rank retrained models with a correlation of {lds['mean']:.2f}{of}")
-    if curve is not None:
-        said.append(curve_words(curve, amount))
     if said:
         return f"Measured: {'; '.join(said)}."
     return "How far to trust that was not measured for this model: the command below does."
-
-
-def curve_words(curve: Mapping[str, Any], amount: int) -> str:
-    """The measured point of a removal curve that is nearest to `amount` rows."""
-
-    def nearest(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        of_side = [row for row in rows if row["side"] == "harmful"]
-        return min(of_side, key=lambda row: abs(int(row["removed"]) - amount))
-
-    own, drawn = nearest(curve["curve"]), nearest(curve["methods"]["random"]["curve"])
-    return (
-        f"without the {own['removed']} rows that hurt most, retrained models changed by {signed(own['rise'])}"
-        f" (random rows: {signed(drawn['rise'])})"
-    )
 
 
 PAIRS = 4  # of each query

@@ -23,7 +23,6 @@ from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.words import MISSING, amount, brief, count
 from psgrad.run.results import ALL_INDEX, SIGN, IndexResult, InfluenceResult, TopSample
-from psgrad.run.results.manifest import read_manifest
 
 SHOWN_QUERIES = 3
 TEXT_LIMIT = 40  # characters of a text that are shown
@@ -70,7 +69,7 @@ def influence_content(result: InfluenceResult) -> dict[str, Any]:
         "measurement": result.measurement,
         "rank_stability": stability_numbers(result),
         "check": None if result.check is None else {**asdict(result.check), "words": result.check.words},
-        "search": read_manifest(result.manifest).influence.search,
+        "search": result.manifest.influence.search,
         "warnings": result.warnings,
         "folder": result.folder,
         "scores": scores.to_dict("records"),
@@ -135,7 +134,7 @@ def _of(place: int, name: str) -> Writer:
 def summary(result: InfluenceResult) -> str:
     """What was done, in a line."""
     training, queries = result.training, result.queries
-    search, those = read_manifest(result.manifest).influence.search, count(len(training), "training example")
+    search, those = result.manifest.influence.search, count(len(training), "training example")
     if search is not None:
         those = f"{search['rows_scored']:,} of {those} found and"
     said = [f"{those} scored for {count(len(queries), 'query')}"]

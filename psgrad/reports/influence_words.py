@@ -23,7 +23,7 @@ from psgrad.run.results import (
     pairs_of,
     shown_queries,
 )
-from psgrad.run.results.manifest import UNKNOWN_UNIT, read_manifest
+from psgrad.run.results.manifest import UNKNOWN_UNIT
 
 UNIT_LIMIT = 260
 
@@ -89,7 +89,7 @@ def own_words(result: InfluenceResult) -> str:
     """The unit of an example's influence on itself, which is on its own loss whatever is asked of queries."""
     if not result.predicts_removal:
         return unit_words(result).replace("the query's", "its own")
-    unit = read_manifest(result.manifest).loss_unit
+    unit = result.manifest.loss_unit
     nats = "" if unit == UNKNOWN_UNIT else f", in {unit}"
     return (
         f"predicted rise of its own loss{nats}{' (uncalibrated)' if is_uncalibrated(result) else ''}, if it"
@@ -139,7 +139,7 @@ def agreement_words(result: InfluenceResult) -> str:
 
 def search_words(result: InfluenceResult) -> str:
     """Which share of the strongest rows an approximate search has found; empty where all rows were read."""
-    facts = read_manifest(result.manifest).influence.search
+    facts = result.manifest.influence.search
     if facts is None:
         return ""
     how = (
@@ -272,7 +272,7 @@ MAX_ITEMS = 20
 
 def fit_facts(result: InfluenceResult) -> list[tuple[str, str]]:
     """The method's facts about its fit and the checkpoints."""
-    influence = read_manifest(result.manifest).influence
+    influence = result.manifest.influence
     rates = [each.get("learning_rate") for each in influence.checkpoints]
     paths = [str(each.get("path")) for each in influence.checkpoints]
     found: list[tuple[str, Any]] = [

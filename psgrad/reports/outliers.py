@@ -23,7 +23,7 @@ from psgrad.reports.words import (
     words_of,
 )
 from psgrad.run.results import AnalyzeResult, disagrees, has_classes
-from psgrad.run.results.manifest import OutlierFacts, read_manifest
+from psgrad.run.results.manifest import OutlierFacts
 from psgrad.wording import correlation
 
 # The names of the samples in orange: the first ranks, or those that differ from a reference.
@@ -47,7 +47,7 @@ def score_words(score: str) -> str:
 
 def listed_words(result: AnalyzeResult) -> str:
     """What the samples in orange are called."""
-    return UNLIKE if read_manifest(result.manifest).judged.referenced else LISTED
+    return UNLIKE if result.manifest.judged.referenced else LISTED
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def is_referenced(result: AnalyzeResult) -> bool:
     """Whether samples were compared with trusted ones; of an older run, whose manifest does not say it, from
     the columns that are there.
     """
-    facts = read_manifest(result.manifest).outliers
+    facts = result.manifest.outliers
     if facts is not None:
         return facts.referenced
     return "q_value" in result.samples and bool(result.samples["q_value"].notna().any())
@@ -147,7 +147,7 @@ def rankings_parts(facts: OutlierFacts) -> Iterator[Part]:
 
 def found_parts(result: AnalyzeResult) -> Iterator[Part]:
     """What was found, and what it does not say."""
-    facts, referenced = read_manifest(result.manifest).judged, is_referenced(result)
+    facts, referenced = result.manifest.judged, is_referenced(result)
     undecided = referenced and not facts.evaluable and brief(str(facts.why_not or ""), FACT_LIMIT)
     if undecided:
         yield Text(f"Not evaluable: {undecided}", "failed")
@@ -182,7 +182,7 @@ def findings_sentences(result: AnalyzeResult, undecided: bool = False) -> list[s
     """Plain sentences about those that are listed, with the reasons for it and against it. undecided:
     whether an empty list would mean nothing.
     """
-    samples, facts = result.samples, read_manifest(result.manifest).judged
+    samples, facts = result.samples, result.manifest.judged
     referenced, rankings = is_referenced(result), rankings_of(facts)
     finite = samples[(samples["status"] == "ok").to_numpy()]
     listed = finite[finite["is_outlier_issue"].to_numpy(bool)]
@@ -222,7 +222,7 @@ def nonfinite_ids(samples: pd.DataFrame) -> pd.Series:
 
 def judged_parts(result: AnalyzeResult) -> Iterator[Part]:
     """How samples were judged: by which score, against which reference, within which groups."""
-    facts = read_manifest(result.manifest).outliers
+    facts = result.manifest.outliers
     if facts is None:
         return
     pairs = [(brief(name, 80), brief(words, FACT_LIMIT)) for name, words in _facts(facts) if words]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
-from collections.abc import Sequence
 from typing import Any, TextIO
 
 import rich.table
 from rich.console import Console
 from rich.text import Text
 
-from psgrad.reports.tables import Pairs, Table, TableColumn, table
+from psgrad.reports.tables import Pairs, Table
 from psgrad.reports.words import printable
 from psgrad.wording import json_values
 
@@ -43,23 +41,6 @@ def facts_lines(facts: Pairs) -> str:
     """A line a fact, the values one below another."""
     width = max(len(name) for name, _ in facts)
     return "".join(f"{name:<{width}}  {printable(value)}\n" for name, value in facts)
-
-
-def write_listing(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str, stream: TextIO) -> None:
-    """style: 'terminal', 'json' (a list of objects), 'csv' or 'markdown'."""
-    if style == "json":
-        write_json([dict(zip(headings, row, strict=True)) for row in rows], stream)
-    elif style == "csv":
-        csv.writer(stream, lineterminator="\n").writerows([headings, *rows])
-    elif style == "markdown":
-        lines = (headings, ["---"] * len(headings), *rows)
-        stream.writelines(f"| {' | '.join(cells)} |\n" for cells in lines)
-    else:
-        columns = [
-            TableColumn(words, lambda row, place=place: row[place])  # type: ignore[misc]
-            for place, words in enumerate(headings)
-        ]
-        print_table(table("list", "", columns, rows), stream)
 
 
 def write_json(content: Any, stream: TextIO) -> None:

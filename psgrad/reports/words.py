@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+from psgrad.wording import duration as duration
 from psgrad.wording import printable as printable
 from psgrad.wording import shorten_middle as shorten_middle
 
@@ -131,18 +132,6 @@ def amount(size: float) -> str:
             break
         size /= 1000
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
-
-
-def duration(seconds: float, whole: bool = False) -> str:
-    """Seconds with a unit that suits them: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 5 min. whole: 0 s, 5 s."""
-    if whole:
-        seconds = round(seconds)
-    elif seconds < 1:
-        return f"{1e3 * seconds:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def identifier(value: Any) -> str:

@@ -15,19 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from psgrad.errors import DataError
-from psgrad.run.folders import MEASURES, RunFolder, file_name, manifest_of
-from psgrad.run.results import (
-    AnalyzeResult,
-    CheckResult,
-    Finding,
-    GateOutcome,
-    Location,
-    MeasureResult,
-    TopSample,
-)
-from psgrad.run.results.check import CheckFacts, check_content
+from psgrad.run.folders import MANIFEST, MEASURES, RunFolder, file_name, manifest_of
+from psgrad.run.results import AnalyzeResult, CheckResult, MeasureResult, TopSample
+from psgrad.run.results.check import check_content
 from psgrad.run.results.findings import finding_content
-from psgrad.run.results.manifest import read
+from psgrad.run.results.manifest import RunManifest, read, read_manifest
 from psgrad.wording import first_line
 
 FINDINGS = "findings.jsonl"
@@ -102,15 +94,8 @@ def read_check(folder: Path) -> CheckResult | None:
     try:
         about = json.loads((folder / CHECK).read_bytes())
         lines = (folder / FINDINGS).read_text(encoding="utf-8").splitlines()
-        return CheckResult(
-            tuple(GateOutcome(**{**each, "findings": tuple(each["findings"])}) for each in about["outcomes"]),
-            tuple(_finding(json.loads(line)) for line in lines),
-            about["run"],
-            about["samples"],
-            tuple(about["warnings"]),
-            read(CheckFacts, about["facts"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return read(CheckResult, {**about, "findings": [json.loads(line) for line in lines]}, CHECK)
+    except (OSError, ValueError, TypeError, DataError) as error:
         raise DataError(
             f"the findings in {folder} can't be read: {type(error).__name__}: {str(error)[:200]}",
             expected=f"{CHECK} and {FINDINGS} as psgrad wrote them",
@@ -118,14 +103,9 @@ def read_check(folder: Path) -> CheckResult | None:
         ) from error
 
 
-def _finding(entry: dict[str, Any]) -> Finding:
-    return Finding(**{**entry, "location": Location(**entry["location"]), "reasons": tuple(entry["reasons"])})
-
-
 Array = np.ndarray[Any, Any]
 
 _COLUMNS = ("id", "index", "status", "is_outlier_issue", "loss", "grad_norm")
-_GROUPS = ("config", "counts", "data", "model", "versions", "outliers")
 
 
 def load_run(folder: Path) -> AnalyzeResult:
@@ -142,7 +122,7 @@ def load_run(folder: Path) -> AnalyzeResult:
         manifest,
         folder,
         _inputs(folder),
-        manifest.get("config", {}).get("data", {}).get("class_names"),
+        manifest.setting("data", "class_names"),
         measures,
         read_check(folder),
         {int(number): text for number, text in _json(folder / "inputs" / "vocabulary.json", {}).items()},
@@ -150,34 +130,26 @@ def load_run(folder: Path) -> AnalyzeResult:
     )
 
 
-def finished_manifest(folder: Path, commands: Sequence[str] = ("analyze",)) -> dict[str, Any]:
+def finished_manifest(folder: Path, commands: Sequence[str] = ("analyze",)) -> RunManifest:
     """The manifest of a finished run of one of these commands. Raises DataError."""
-    manifest = manifest_of(folder)
-    if manifest is None:
+    content = manifest_of(folder)
+    if content is None:
         raise DataError(
             f"{folder} holds no run of psgrad",
             expected="the folder of a finished psgrad analyze: its `output`",
             cause="another folder was meant, or the run has not begun",
         )
-    if manifest.get("command") not in commands:
+    manifest = read_manifest(content, folder / MANIFEST)
+    if manifest.command not in commands:
         raise DataError(
-            f"the run in {folder} is one of psgrad {manifest.get('command')}",
+            f"the run in {folder} is one of psgrad {manifest.command}",
             expected=f"a run of psgrad {' or '.join(commands)}",
         )
-    if manifest.get("state") != "finished":
+    if manifest.state != "finished":
         raise DataError(
-            f"the run in {folder} is not finished: its state is {manifest.get('state')}",
+            f"the run in {folder} is not finished: its state is {manifest.state}",
             expected="a finished run",
             next_step="psgrad analyze CONFIG --resume goes on with it",
-        )
-    damaged = [name for name in _GROUPS if not isinstance(manifest.get(name) or {}, dict)]
-    if damaged or not isinstance(manifest.get("config", {}).get("data") or {}, dict):
-        raise DataError(
-            f"{folder / 'manifest.json'} can't be read: {', '.join(damaged) or 'config.data'} holds no keys"
-            " and values",
-            expected="the file as psgrad analyze wrote it",
-            cause="it was changed after the run",
-            next_step="run psgrad analyze again",
         )
     return manifest
 

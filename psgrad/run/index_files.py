@@ -1,18 +1,15 @@
-"""The files of an index: arrays in safetensors, each with the hash of the index that it is of, and that of
-its own numbers; and the description: which rows of the files are the index's rows, after updates not all of
-them, nor in the order in which they were written; and in what two descriptions differ.
+"""The files of an index: arrays in safetensors, each with the seal of the index that it is of, and the hash
+of its own numbers; and in what two descriptions differ.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from hashlib import sha256
-from itertools import pairwise
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -21,105 +18,6 @@ from safetensors.numpy import save
 from psgrad.errors import OutputError
 from psgrad.run import durable_files
 from psgrad.wording import shorten_middle
-
-Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class IndexLayout:
-    """Stored rows are counted in the order in which they were written, deleted ones included.
-
-    Attributes:
-        segments: how many rows were written at first, and by each update.
-        seals: for each segment but the last the hash of the index at that time, which is in its files.
-        runs: the stored rows that are the index's rows, in order: (first, behind the last).
-    """
-
-    segments: Sequence[int]
-    seals: Sequence[str]
-    runs: Sequence[Sequence[int]]
-
-    @classmethod
-    def of_new(cls, rows: int) -> Self:
-        return cls([rows], [], [[0, rows]])
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> Self:
-        return cls(content["segments"], content["seals"], content["runs"])
-
-    def content(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @property
-    def updates(self) -> int:
-        return len(self.seals)
-
-    @property
-    def new_rows(self) -> range:
-        """The stored rows of the last segment."""
-        return range(sum(self.segments[:-1]), sum(self.segments))
-
-    def updated(self, places: Array, seal: str) -> IndexLayout:
-        """After an update of an index of this seal.
-
-        places: [n], for each row of the index its stored row, or -1 for a row that is to be written.
-        """
-        stored = places.astype(np.int64)
-        new = np.flatnonzero(stored < 0)
-        stored[new] = np.arange(len(new)) + sum(self.segments)
-        ends = [0, *(np.flatnonzero(np.diff(stored) != 1) + 1).tolist(), len(stored)]
-        runs = [[int(stored[start]), int(stored[stop - 1]) + 1] for start, stop in pairwise(ends)]
-        return IndexLayout([*self.segments, len(new)], [*self.seals, seal], runs)
-
-    def places(self) -> Array:
-        """[n]: the stored row of each row of the index."""
-        return np.concatenate([np.arange(start, stop) for start, stop in self.runs])
-
-    def shards(self, most: int) -> list[range]:
-        """The stored rows of each shard; a segment begins a new one."""
-        found, first = [], 0
-        for rows in self.segments:
-            found += [range(first + start, first + min(start + most, rows)) for start in range(0, rows, most)]
-            first += rows
-        return found
-
-    def segment_of(self, row: int) -> int:
-        """The segment of a stored row."""
-        return int(np.searchsorted(np.cumsum(self.segments), row, side="right"))
-
-    def pieces(self, shards: Sequence[range]) -> Iterator[tuple[int, int, Array]]:
-        """(first row of the index, shard, rows of that shard, rising) in the order of the index."""
-        places = self.places()
-        numbers = np.searchsorted([shard.start for shard in shards], places, side="right") - 1
-        cuts = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(places) < 1)) + 1
-        for start, stop in pairwise([0, *cuts.tolist(), len(places)]):
-            number = int(numbers[start])
-            yield start, number, places[start:stop] - shards[number].start
-
-
-def as_stored(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The description as JSON gives it back."""
-    content: dict[str, Any] = json.loads(json.dumps(description, default=str))
-    return content
-
-
-def differences_of(expected: Any, actual: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """(name, expected, found) of each value that differs, mappings followed by their keys."""
-    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
-        for key, value in expected.items():
-            yield from differences_of(value, actual.get(key), f"{name}.{key}" if name else str(key))
-    elif expected != actual:
-        yield name, expected, actual
-
-
-def differs_in_data_alone(different: Sequence[tuple[str, Any, Any]]) -> bool:
-    """Whether only the rows are others."""
-    return {name for name, _, _ in different} <= {"rows", "fingerprint.data"}
-
-
-def shortened(value: Any) -> str:
-    return shorten_middle(value, 32) if isinstance(value, str) else shorten_middle(str(value), 80)
-
 
 SEAL = "psgrad"  # of a file's metadata: which index or rows it is of, and the hash of its numbers
 # Numbers of a file by the names that safetensors has for them.
@@ -130,6 +28,7 @@ _DTYPES = {
 }
 
 Arrays = dict[str, np.ndarray]
+_SHOWN = 6  # names of what differs
 
 
 def write(target: Path, arrays: Mapping[str, np.ndarray], seal: str, next_step: str) -> None:
@@ -220,3 +119,48 @@ def digest_of(arrays: Arrays) -> str:
         digest.update(name.encode())
         digest.update(np.ascontiguousarray(arrays[name]).data if arrays[name].size else b"")
     return digest.hexdigest()
+
+
+def as_stored(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The description as JSON gives it back."""
+    content: dict[str, Any] = json.loads(json.dumps(description, default=str))
+    return content
+
+
+def description_digest(content: Mapping[str, Any]) -> str:
+    """The SHA-256 of plain values."""
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def require_same(path: Path, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
+    """Raises OutputError, naming what differs, unless the description of an index has all expected values."""
+    different = list(_differences(expected, actual, ""))
+    if not different:
+        return
+    more = f", and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+    names = ", ".join(name for name, _, _ in different[:_SHOWN])
+    first, wanted, found = different[0]
+    only_data = {name for name, _, _ in different} <= {"rows", "fingerprint.data"}
+    follow = "let it follow its data: psgrad influence index CONFIG --update; or " * only_data
+    raise OutputError(
+        f"the index {path} is of something else: {names}{more} differ{'s' if len(different) == 1 else ''}",
+        expected=f"{first}: {_shortened(wanted)}; the index has {_shortened(found)}",
+        cause="model, data or settings were changed since it was built",
+        next_step=(
+            f"{follow}put them back, or build an index of its own in another folder"
+            " (influence.index.path), or with --overwrite"
+        ),
+    )
+
+
+def _differences(expected: Any, actual: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """(name, expected, found) of each value that differs, mappings followed by their keys."""
+    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
+        for key, value in expected.items():
+            yield from _differences(value, actual.get(key), f"{name}.{key}" if name else str(key))
+    elif expected != actual:
+        yield name, expected, actual
+
+
+def _shortened(value: Any) -> str:
+    return shorten_middle(value, 32) if isinstance(value, str) else shorten_middle(str(value), 80)

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from psgrad.config.values import require_regular
 from psgrad.errors import ConfigError, DataError, PsgradError
-from psgrad.run.host_files import json_made_once
 
 _LFS_POINTER = b"version https://git-lfs"
-_HASH_BLOCK = 1 << 20
 
 
 def require_file(path: Path, what: str, unusable: type[PsgradError]) -> Path:
@@ -78,16 +76,6 @@ def require_unchanged(stamps: Iterable[Stamp]) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal: of a large one taken once on each host."""
-    if path.stat().st_size <= _HASH_BLOCK:
-        return _sha256_of(path)
-    found: str = json_made_once(f"sha256 {Stamp.of(path)}", lambda: _sha256_of(path))
-    return found
-
-
-def _sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
+    """The SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -44,7 +44,7 @@ from psgrad.run.ledger_lines import (
     parse,
     require_begun,
     require_mark,
-    require_same,
+    require_same_run,
     torn,
     unreadable,
 )
@@ -148,7 +148,7 @@ class Ledger(LedgerLines):
         ledger, content = cls._opened(path, 0)
         try:
             require_begun(content)
-            require_same(content.header, expected or {}, f"the ledger {path}")
+            require_same_run(content.header, expected or {}, f"the ledger {path}")
             require_mark(content, mark)
             if seen is not None and seen.digests != content.digests:
                 raise LedgerError(

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from psgrad.errors import ConfigError, LedgerError
-from psgrad.wording import shorten_middle
+from psgrad.errors import LedgerError
+from psgrad.run.identity import require_same
 
 FORMAT = 1
 HEADER, STEP, RESUME, NOTE = "header", "step", "resume", "note"
 UNFINISHED = b" [unfinished]\n"
 
-_SHOWN = 80  # characters of a value in a message
 _BEGINNING = b'{"kind": "header", '
 
 
@@ -186,48 +185,24 @@ def require_mark(content: LedgerContent, mark: Mapping[str, Any] | None) -> None
     )
 
 
-def require_same(
+def require_same_run(
     there: Mapping[str, Any], expected: Mapping[str, Any], what: str, *, show: bool = True
 ) -> None:
-    """Refuse to go on with the run of something else.
+    """Raises ConfigError, with all that differs, where a private run would go on with another one.
 
-    Args:
-        there: what the earlier run wrote down.
-        expected: what this run would write; each of its keys is compared, as JSON.
-        what: where it was written down, for the message.
-        show: whether the message may show the values; False for what is private, such as the data's
-            fingerprint.
-
-    Raises:
-        ConfigError: names all that differ.
+    there: what the earlier run wrote down. expected: what this run would write; each of its keys is compared.
+    what: where it was written down, for the message. show: see `require_same`.
     """
-    plain = json.loads(json.dumps(dict(expected)))
-    differing = [key for key, value in plain.items() if key not in there or there[key] != value]
-    if not differing:
-        return
-    differences = differing
-    if show:
-        differences = [words for key in differing for words in _differences(key, there.get(key), plain[key])]
-    raise ConfigError(
-        f"{what} is that of another run: {'; '.join(differences)}"
-        + ("" if show else " differs" if len(differences) == 1 else " differ"),
-        expected="the data, the model, the sampling and the clipping that the run began with",
-        cause=(
-            "the config or a file that it names was changed; what was spent on one can't be carried over to"
-            " another"
+    require_same(
+        {key: there.get(key) for key in expected},
+        expected,
+        f"{what} is that of another run",
+        show=show,
+        next_step=(
+            "go on with what the run began with, as what was spent on one can't be carried over to another;"
+            " or begin a run of its own with another --output"
         ),
-        next_step="go on with what the run began with, or begin a run of its own with another --output",
     )
-
-
-def _differences(key: str, was: Any, now: Any) -> list[str]:
-    """The differences of two values, in words; of two long objects, those of the keys that differ."""
-    before, after = json.dumps(was), json.dumps(now)
-    if isinstance(was, dict) and isinstance(now, dict) and max(len(before), len(after)) > _SHOWN:
-        keys = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-        parts = [_differences(f"{key}.{name}", was.get(name), now.get(name)) for name in keys]
-        return [words for part in parts for words in part]
-    return [f"{key} was {shorten_middle(before, _SHOWN)} and is {shorten_middle(after, _SHOWN)}"]
 
 
 def unreadable(path: Path, error: OSError) -> LedgerError:

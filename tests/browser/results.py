@@ -13,6 +13,7 @@ import pandas as pd
 from psgrad.run.results import AnalyzeResult, MeasureResult, TopSample, top_samples
 from psgrad.run.results.check import CheckResult, GateOutcome
 from psgrad.run.results.findings import Finding, Location
+from psgrad.run.results.manifest import read_manifest
 from tests.nasty import NASTY
 from tests.reports import frames
 
@@ -133,7 +134,7 @@ def nasty() -> AnalyzeResult:
     return AnalyzeResult(
         samples,
         parameters,
-        manifest,
+        read_manifest(manifest),
         Path("runs"),
         [
             TopSample(identifier, text=text)

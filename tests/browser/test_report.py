@@ -14,6 +14,7 @@ import pytest
 
 from psgrad.reports.comparison import render_page
 from psgrad.run.results.findings import CHANGE_COLUMNS, Comparison
+from psgrad.run.results.manifest import OutlierFacts, read
 from tests.browser.conftest import Open, Opened
 from tests.browser.results import SCRIPTS, full
 from tests.reports import frames
@@ -356,7 +357,9 @@ def test_the_comparison_of_rankings_is_the_first_thing_said(open_page: Open, wid
         | {"expected": 17.7},
     }
     run = full(200)
-    page = open_page(replace(run, manifest={**run.manifest, "outliers": facts}), width=width)
+    page = open_page(
+        replace(run, manifest=replace(run.manifest, outliers=read(OutlierFacts, facts))), width=width
+    )
     first = page.ask("document.querySelector('#stands-out > :nth-child(2)').id")
     assert first == "rankings"
     assert "0.9999" in page.texts("#rankings")[0]

@@ -102,7 +102,7 @@ def test_a_manifest_that_was_changed_or_a_folder_in_place_of_a_table(workplace: 
             ("diff", "run", "run"),
             ("baseline", "save", "run"),
         ):
-            workplace.command(*command).refused(3, f"{key} holds no keys and values")
+            workplace.command(*command).refused(3, f"manifest.json can't be read: {key}: ")
     path.write_text(json.dumps(content))
     (path.parent / "samples.parquet").unlink()
     (path.parent / "samples.parquet").mkdir()

@@ -187,7 +187,6 @@ def test_a_plan_goes_with_no_option_of_a_run(config: Path, install: Install, run
     assert (code, out) == (2, "")
     assert err.splitlines() == [
         f"error: --plan was given together with {option}",
-        "  expected: --plan, which takes no step, or an option of a run",
         "  next step: leave one of them out",
     ]
 

@@ -163,7 +163,7 @@ def test_a_config_named_index_can_be_ranked(
     assert stage.calls[0][0] == "influence"
 
 
-@pytest.mark.parametrize("kind", ["loo", "lds", "removal", "curve"])
+@pytest.mark.parametrize("kind", ["loo", "lds", "removal"])
 def test_an_evaluation_has_a_folder_of_its_own(kind: str, config: Path, stage: Stage, run: Any) -> None:
     code, out, err = run("influence", config, "--evaluate", kind, "--output", "truth", "--json")
     assert code == 0, err

@@ -4,20 +4,18 @@ anything away.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import jsonschema
 import pytest
 
 from psgrad.cli import main
-from psgrad.config import Config, load_config
+from psgrad.config import Config
 from psgrad.config.schema import commented
-from psgrad.config.values import ConfigSection, sections_in
+from psgrad.config.values import ConfigSection
 from psgrad.yaml12 import parse
 
 KINDS = ("image", "tabular", "text")
@@ -39,21 +37,18 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 def keys_of(section: type[ConfigSection], above: str = "") -> Iterator[str]:
-    """Every key of a section and of those inside it, dotted; a list stands for its items."""
+    """Every key of a section and of those inside it, dotted; not those of items of lists."""
     for key, info in section.model_fields.items():
         yield f"{above}{key}"
         parts = [info.annotation]
-        for part in parts:  # not the values of a mapping
-            parts += () if get_origin(part) is dict else get_args(part)
-        for inside in set(sections_in(info.annotation)) & {part for part in parts if isinstance(part, type)}:
+        for part in parts:
+            parts += () if get_origin(part) in (dict, list) else get_args(part)
+        for inside in [part for part in parts if isinstance(part, type) and issubclass(part, ConfigSection)]:
             yield from keys_of(inside, f"{above}{key}.")
 
 
 def keys_in(content: Any, above: str = "") -> Iterator[str]:
-    """Every key of a mapping, dotted, in the same way."""
-    if isinstance(content, list):
-        for item in content:
-            yield from keys_in(item, above)
+    """Every key of a mapping, dotted."""
     if isinstance(content, dict):
         for key, value in content.items():
             yield f"{above}{key}"
@@ -62,21 +57,17 @@ def keys_in(content: Any, above: str = "") -> Iterator[str]:
 
 def uncommented(text: str) -> Any:
     """The content of a config of which every key is set: the first "# " of each line taken off."""
-    lines = [
-        line.removeprefix("# ")
-        for line in text.splitlines()
-        if not line.startswith(("## ", "# yaml-language-server"))
-    ]
+    lines = [line.removeprefix("# ") for line in text.splitlines() if not line.strip().startswith("## ")]
     return parse("\n".join(lines), "config").content
 
 
 def test_every_key_of_the_models_is_in_a_commented_config() -> None:
-    assert set(keys_in(uncommented(commented(LEAST)))) == set(keys_of(Config))
+    assert set(keys_in(uncommented(commented(LEAST, {})))) == set(keys_of(Config))
 
 
 def test_what_is_commented_out_is_what_a_config_without_it_has(tmp_path: Path) -> None:
     """Of every section that is there by default, each line that is set changes nothing."""
-    everything = uncommented(commented(LEAST))
+    everything = uncommented(commented(LEAST, {}))
     resolved = Config.model_validate(LEAST).model_dump(mode="json")
 
     def same(ours: Any, theirs: Any, where: str) -> None:
@@ -92,10 +83,10 @@ def test_what_is_commented_out_is_what_a_config_without_it_has(tmp_path: Path) -
 
 
 def test_a_commented_config_says_what_each_key_means() -> None:
-    text = commented(LEAST)
-    assert "chunk_size: auto  # Rows computed together" in text
+    text = commented(LEAST, {})
+    assert "  ## Rows computed together; auto fits them to the memory.\n#   chunk_size: auto\n" in text
     assert max(map(len, text.splitlines())) <= 140
-    assert "Required. The delta of (epsilon, delta)" in text
+    assert "## The delta of (epsilon, delta), below one over the number of records. Required." in text
 
 
 @pytest.mark.long
@@ -110,11 +101,6 @@ def test_what_is_written_is_right(
     assert sorted(out.split()) == sorted(str(path.relative_to(tmp_path)) for path in folder.iterdir())
     assert "psgrad validate new/psgrad.yaml" in err
 
-    text = (folder / "psgrad.yaml").read_text(encoding="utf-8")
-    assert text.splitlines()[0] == "# yaml-language-server: $schema=psgrad.schema.json"
-    load_config(folder / "psgrad.yaml")
-    schema = json.loads((folder / "psgrad.schema.json").read_text(encoding="utf-8"))
-    jsonschema.validate(parse(text, "config").content, schema, jsonschema.Draft7Validator)
     assert run(monkeypatch, "validate", "new/psgrad.yaml") == 0
 
 
@@ -183,10 +169,9 @@ def test_init_writes_a_short_config_and_all_keys_with_full(
         assert run(monkeypatch, "init", folder, "--kind", kind, *option) == 0
         texts.append((folder / "psgrad.yaml").read_text(encoding="utf-8"))
     short, full = texts
-    assert len(short.splitlines()) <= 25
+    assert len(short.splitlines()) <= 20
     assert parse(short, "config").content == parse(full, "config").content
-    missing = set(keys_of(Config)) - set(keys_in(uncommented(full)))
-    assert missing <= {"analyze.measures.name"}  # a measure's name alone stands for it
+    assert set(keys_of(Config)) <= set(keys_in(uncommented(full)))
 
 
 def test_a_link_that_leads_nowhere_is_not_written_through(

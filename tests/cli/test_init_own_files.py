@@ -28,15 +28,15 @@ def written(place: Workplace, *options: str) -> tuple[dict[str, Any], Outcome]:
 @pytest.mark.long
 def test_init_from_a_factory_and_a_table_runs(workplace: Workplace) -> None:
     frame = pd.DataFrame(workplace.arrays["x"], columns=["a", "b", "c", "d"])
-    frame = frame.assign(label=workplace.arrays["y"], place=workplace.arrays["uid"])
+    frame = frame.assign(label=workplace.arrays["y"], uid=workplace.arrays["uid"])
     frame.to_csv(workplace.folder / "train.csv", index=False)
     before = {path.name: path.read_bytes() for path in workplace.folder.iterdir()}
     config, outcome = written(workplace, "--from", "model.py:mlp", "--data", "train.csv")
     data = {key: config["data"][key] for key in ("path", "inputs", "target", "id")}
-    assert data == {"path": "train.csv", "inputs": ["a", "b", "c", "d"], "target": "label", "id": "place"}
+    assert data == {"path": "train.csv", "inputs": ["a", "b", "c", "d"], "target": "label", "id": "uid"}
     assert (config["model"]["factory"], config["loss"]["name"]) == ("model.py:mlp", "cross_entropy")
-    assert outcome.out.split() == ["psgrad.schema.json", "psgrad.yaml"]
-    assert "the target is 'label', and the loss cross_entropy; check both" in outcome.err
+    assert outcome.out.split() == ["psgrad.yaml"]
+    assert "the target is 'label', and the loss is cross_entropy: check that" in outcome.err
     assert "the weights are those that the factory gives" in outcome.err
     assert all((workplace.folder / name).read_bytes() == each for name, each in before.items())
     done = workplace.command("analyze", "psgrad.yaml", "--no-report")
@@ -59,39 +59,31 @@ def test_init_from_a_factory_and_a_folder_of_images_runs(workplace: Workplace) -
     assert done.code == 0, done.err
 
 
-IDS: dict[str, tuple[dict[str, list[Any]], str | None]] = {
-    "unique strings": ({"place": ["p/1", "p/2", "p/3"]}, "place"),
-    "strings that repeat": ({"place": ["p/1", "p/2", "p/2"]}, None),
-    "a string that is missing": ({"place": ["p/1", "p/2", None]}, None),
-    "long texts": ({"remark": ["a" * 200, "b" * 200, "c" * 200]}, None),
-    "numbers": ({"place": [1, 2, 3]}, None),
-    "numbers that are called id": ({"id": [1, 2, 3], "place": ["a", "b", "c"]}, "id"),
-    "an id that repeats": ({"name": ["a", "a", "b"], "place": ["a", "b", "c"]}, "place"),
-}
-
-
-@pytest.mark.parametrize("case", IDS)
-@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-def test_init_proposes_an_id_column(workplace: Workplace, case: str, suffix: str) -> None:
-    columns, expected = IDS[case]
-    path = rows(workplace, f"t.{suffix}", **{"x": [0.5, 1.5, 2.5], "label": [0, 1, 0], **columns})
-    config, _ = written(workplace, "--from", "model.py:mlp", "--data", path)
-    assert config["data"]["id"] == expected
-
-
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_init_of_fractions_as_targets_has_a_loss_of_numbers(workplace: Workplace, suffix: str) -> None:
     path = rows(workplace, f"t.{suffix}", u=[0.5, 1.5], v=[1, 2], price=[1.5, 2.0])
     config, outcome = written(workplace, "--from", "model.py:mlp", "--data", path)
     assert (config["data"]["inputs"], config["loss"]["name"]) == (["u", "v"], "mse")
-    assert "the target is 'price', and the loss mse; check both" in outcome.err
+    assert "the target is 'price', and the loss is mse: check that" in outcome.err
 
 
-def test_init_of_rows_of_mixed_types_goes_by_names_alone(workplace: Workplace) -> None:
-    lines = [{"x": 0.5, "label": 1, "other": "a"}, {"x": 1.5, "label": 0, "other": 1}]
-    (workplace.folder / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    config, _ = written(workplace, "--from", "model.py:mlp", "--data", "t.jsonl")
-    assert (config["data"]["target"], config["data"]["id"]) == ("label", None)
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("t.jsonl", b'{"x": 1}\n{"x": "a"}\n', "t.jsonl can't be read"),
+        ("t.parquet", b"not one", "t.parquet can't be read"),
+        ("t.xlsx", b"", "the columns of t.xlsx can't be read by init"),
+        ("t.npz", b"PK", "t.npz can't be read"),
+        ("gone.csv", None, "gone.csv can't be read"),
+    ],
+)
+def test_init_of_a_file_that_can_not_be_read(
+    workplace: Workplace, name: str, content: bytes | None, words: str
+) -> None:
+    if content is not None:
+        (workplace.folder / name).write_bytes(content)
+    workplace.command("init", "--from", "model.py:mlp", "--data", name).refused(3, words)
+    assert not (workplace.folder / "psgrad.yaml").exists()
 
 
 def model_folder(place: Workplace, architecture: str, **more: Any) -> Path:
@@ -214,17 +206,14 @@ def test_init_from_an_adapter_names_its_base(workplace: Workplace) -> None:
     assert "no --data was given: the names of file and columns are examples" in outcome.err
 
 
-def test_init_from_an_adapter_without_a_base_takes_it_as_an_option(workplace: Workplace) -> None:
-    model_folder(workplace, "LlamaForCausalLM")
+def test_init_from_an_adapter_without_a_base_is_refused(workplace: Workplace) -> None:
     adapter_folder(workplace, None)
-    workplace.command("init", "--from", "adapter").refused(2, "add --base FOLDER")
-    config, _ = written(workplace, "--from", "adapter", "--base", "pretrained")
-    assert (config["model"]["pretrained"], config["model"]["task"]) == ("pretrained", "causal-lm")
+    words = "adapter_config.json names the base model None and the task CAUSAL_LM"
+    workplace.command("init", "--from", "adapter").refused(3, words, "write both into it")
 
 
-@pytest.mark.parametrize("missing", ["--data", "--base"])
-def test_init_option_without_a_model_is_refused(workplace: Workplace, missing: str) -> None:
-    workplace.command("init", missing, "t.csv").refused(2, f"{missing} was given without --from")
+def test_init_data_without_a_model_is_refused(workplace: Workplace) -> None:
+    workplace.command("init", "--data", "t.csv").refused(2, "--data was given without --from")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +222,7 @@ def test_init_option_without_a_model_is_refused(workplace: Workplace, missing: s
         (("--from", "nowhere"), 3, "there is no nowhere/config.json"),
         (("--from", "pretrained"), 3, "names the architecture BertModel"),
         (("--from", "pretrained", "--kind", "text"), 2, "--from was given together with --kind"),
-        (("--from", "model.py"), 2, "--from model.py:NAME, of mlp"),
+        (("--from", "model.py"), 2, "--from model.py:NAME, of a function"),
         (("--from", "model.py:mlp"), 2, "--from names a factory, and no --data was given"),
     ],
 )

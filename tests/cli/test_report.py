@@ -4,12 +4,10 @@ none.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from tests.workplace import Workplace
@@ -66,36 +64,6 @@ def test_inputs_stay_out_where_the_run_left_them_out(workplace: Workplace) -> No
     assert not (workplace.folder / "out" / "inputs").exists()
     assert workplace.command("report", "out").code == 0
     assert 'id="inputs"' not in (workplace.folder / "out" / "report.html").read_text()
-
-
-@pytest.mark.sweep
-def test_an_older_run_without_what_came_later_still_has_its_page(workplace: Workplace) -> None:
-    workplace.succeeded()
-    run = workplace.folder / "out"
-    for name in ("check.json", "findings.jsonl", "measures.json"):
-        (run / name).unlink(missing_ok=True)
-    old = [
-        "id",
-        "index",
-        "target",
-        "prediction",
-        "confidence",
-        "loss",
-        "grad_norm",
-        "log_norm",
-        "rank",
-        "percentile",
-    ]
-    pd.read_parquet(run / "samples.parquet")[[*old, "is_outlier_issue", "reasons", "status"]].to_parquet(
-        run / "samples.parquet"
-    )
-    manifest = json.loads((run / "manifest.json").read_text())
-    (run / "manifest.json").write_text(
-        json.dumps({key: manifest[key] for key in ("tool", "command", "state")})
-    )
-    outcome = workplace.command("report", "out")
-    assert outcome.code == 0, outcome.err
-    assert "not a verdict" in (run / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

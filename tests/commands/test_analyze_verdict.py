@@ -97,7 +97,7 @@ def test_a_run_and_its_baseline_judge_as_the_dataset_did(judged: Workplace) -> N
 def test_the_judged_run_itself_is_no_reference(judged: Workplace) -> None:
     judged.config["analyze"] = {}
     judged.succeeded("--output", "first")
-    use_reference(judged, {"run": "first"})
+    use_reference(judged, {"stored": "first"})
     judged.succeeded()
     facts = judged.manifest()["outliers"]
     assert not facts["evaluable"]
@@ -134,10 +134,10 @@ def test_a_reference_of_another_checkpoint_is_refused_before_anything_runs(judge
         ({"data": {"path": "trusted.npz"}}, {"group_by": "source"}, "has no column 'source'"),
         (
             {"data": {"path": "trusted.npz"}},
-            {"detectors": [{"name": "a"}, {"name": "a"}]},
-            "the detector a is listed twice",
+            {"detectors": [{"name": "isolation_forest"}, {"name": "isolation_forest"}]},
+            "the detector isolation_forest is listed twice",
         ),
-        ({"data": {"path": "trusted.npz"}, "run": "known"}, {}, "give exactly one of baseline"),
+        ({"data": {"path": "trusted.npz"}, "stored": "known"}, {}, "give exactly one of stored"),
     ],
 )
 def test_mistakes_are_reported_before_anything_runs(

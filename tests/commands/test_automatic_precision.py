@@ -101,7 +101,7 @@ def test_resume_of_a_run_in_another_precision_is_refused(
     assert analyzed(path, monkeypatch, capfd, "--set", "engine.dtype=float32").code == 0
     outcome = analyzed(path, monkeypatch, capfd, "--resume")
     assert outcome.code == 2
-    assert "engine.dtype: was 'float32', is 'bfloat16'" in outcome.err
+    assert 'engine.dtype was "float32" and is "bfloat16"' in outcome.err
 
 
 def analyzed(

@@ -130,7 +130,7 @@ def test_run_of_objects_is_judged_again_but_not_run_again(workplace: Workplace) 
     objects: Any = {"model": workplace.model, "data": tensors_of(workplace), "loss": plain_loss}
     run = psgrad.analyze(report=False, **objects)
     assert psgrad.check(run.folder).exit_code == 0
-    again = {**run.manifest["config"], "output": "again"}
+    again = {**run.manifest.config, "output": "again"}
     with pytest.raises(psgrad.PsgradError, match="objects that were given to psgrad in Python"):
         psgrad.analyze(again)
 

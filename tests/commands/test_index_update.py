@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from psgrad.commands.influence_index import matched
+from psgrad.commands.influence_index import kept_rows
 from psgrad.data.reader import digests
 from psgrad.data.rows import Block
 from psgrad.run.gradient_index import GradientIndex
@@ -55,7 +55,9 @@ EVERY = list(range(ROWS))
 CHANGES = {
     "append": ("gradient_dot", [*EVERY, 24, 25, 26, 27, 28, 29, 30, 31, 32], 9, 0),
     "delete": ("trak", [row for row in EVERY if row % 5], 0, 5),
-    "all at once": ("trak", [30, *EVERY[12:], *EVERY[2:10], 24, 25], 3, 4),
+    "both": ("trak", [*EVERY[2:10], *EVERY[12:], 30, 24, 25], 3, 4),
+    "insert": ("gradient_dot", [*EVERY[:9], 30, *EVERY[9:]], 16, 15),
+    "move": ("gradient_dot", [*EVERY[12:], *EVERY[:12]], 12, 12),
     "all others": ("gradient_dot", [24, 25, 26], 3, 24),
 }
 
@@ -88,7 +90,6 @@ def test_index_update_of_unchanged_data(place: InfluenceWorkplace) -> None:
     files = {path: path.read_bytes() for path in (place.folder / "index").rglob("*.safetensors")}
     assert place.index("--update").code == 0
     assert {path: path.read_bytes() for path in (place.folder / "index").rglob("*.safetensors")} == files
-    assert GradientIndex.open(place.folder / "index").layout.updates == 0
 
 
 @pytest.mark.sweep
@@ -135,16 +136,6 @@ def test_index_update_with_other_losses_refused(place: InfluenceWorkplace) -> No
     place.index("--update").refused(3, "is of something else: it has a loss of", "for row 0")
 
 
-@pytest.mark.long
-def test_index_update_without_digests_refused(place: InfluenceWorkplace) -> None:
-    assert place.index().code == 0
-    index = GradientIndex.open(place.folder / "index")
-    for shard in range(len(index.shards)):
-        index.write(0, shard, {key: x for key, x in index.read(0, shard).items() if key != "digest"})
-    assert len(scores(place))
-    place.index("--update").refused(3, "does not say which rows it holds", "--overwrite")
-
-
 def test_index_update_without_an_index(place: InfluenceWorkplace) -> None:
     place.index("--update").refused(3, "there is no index in index", "psgrad influence index CONFIG")
     place.index("--update", "--resume").refused(2, "--update was given together with --resume")
@@ -152,9 +143,21 @@ def test_index_update_without_an_index(place: InfluenceWorkplace) -> None:
     place.index("--update", "--part", "1/2").refused(2, "--part was given together with --update")
 
 
-def test_rows_that_are_alike_are_matched_once_each() -> None:
-    stored, now = (np.array(numbers, np.uint8)[:, None] for numbers in ([3, 7, 3, 5], [3, 3, 3, 5, 8]))
-    assert matched(stored, np.array([10, 11, 12, 13]), now).tolist() == [10, 12, -1, 13, -1]
+@pytest.mark.parametrize(
+    ("stored", "now", "kept"),
+    [
+        ([3, 7, 3, 5], [3, 3, 5, 8, 7], [0, 2, 3]),
+        ([3, 7, 3, 5], [3, 3, 3, 5], [0, 2]),
+        ([1, 2, 3], [9, 1, 2, 3], []),
+        ([1, 2, 3], [3, 1, 2], [2]),
+        ([1, 2, 3], [1, 2, 3], [0, 1, 2]),
+    ],
+)
+def test_index_update_kept_rows_are_the_first_of_the_data(
+    stored: list[int], now: list[int], kept: list[int]
+) -> None:
+    found = kept_rows(*(np.array(numbers, np.uint8)[:, None] for numbers in (stored, now)))
+    assert found.tolist() == kept
 
 
 def test_digests_of_bfloat16() -> None:

@@ -626,7 +626,7 @@ def test_check_that_would_take_long_is_left_out_with_its_predicted_time(
         outcome = place.influence("--overwrite")
         assert outcome.code == 0, outcome.err
         assert "no removal was tried by training on: one step is predicted to take" in outcome.err
-        assert place.manifest()["influence"]["check"] is None
+        assert "check" not in place.manifest()["influence"]
     place.section.update(check="always")
     place.influence("--overwrite")
     assert place.manifest()["influence"]["check"]["steps"] > 1
@@ -687,7 +687,7 @@ def test_removals_without_a_step_that_lowers_the_loss_are_not_reported(
     outcome = place.influence()
     assert "no removal was tried by training on: no step lowers the training loss" in outcome.err
     assert "predicted and found" not in outcome.out
-    assert place.manifest()["influence"]["check"] is None
+    assert "check" not in place.manifest()["influence"]
 
 
 @pytest.mark.sweep
@@ -750,8 +750,8 @@ def test_phases_that_last_have_progress(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch, method: str | dict[str, str]
 ) -> None:
     """Where no phase may be silent, each that passes over rows names itself, the pass and the row."""
-    monkeypatch.setattr("psgrad.commands.run_progress._SECONDS_OF_SILENCE", 0.0)
-    monkeypatch.setattr("psgrad.commands.run_progress._SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("psgrad.run.progress._SECONDS_OF_SILENCE", 0.0)
+    monkeypatch.setattr("psgrad.run.progress._SECONDS_BETWEEN", 0.0)
     monkeypatch.setattr("psgrad.cli.progress.PLAIN_INTERVAL_S", 0.0)
     place.section["method"] = method
     heard = place.influence("--overwrite").err

@@ -310,14 +310,6 @@ def test_the_unit_says_what_scores_are_divided_by(
     assert place.manifest()["influence"]["unit"].endswith(words)
 
 
-def test_arnoldi_s_unit_is_not_that_of_a_removal(place: InfluenceWorkplace) -> None:
-    place.section["method"] = {"name": "influence", "solver": "arnoldi"}
-    place.ranked()
-    said = place.manifest()["influence"]
-    assert said["unit"].endswith("as far as its effect is along the curvature's leading eigenvectors")
-    assert said["predicts_removal"] is False
-
-
 # -- Layers and queries without a score ----------------------------------------------------------------------
 
 

@@ -220,8 +220,8 @@ def test_part_of_another_config_is_refused(
 
 def test_part_of_another_division_is_refused(place: InfluenceWorkplace) -> None:
     part(place, 1, 2)
-    assert "number of parts: was 2, is 3" in part(place, 2, 3, code=2)
-    assert "--matrix: was False, is True" in part(place, 2, 2, "--matrix", code=2)
+    assert "number of parts was 2 and is 3" in part(place, 2, 3, code=2)
+    assert "--matrix was false and is true" in part(place, 2, 2, "--matrix", code=2)
 
 
 def test_merge_refuses_other_queries_than_the_parts_had(place: InfluenceWorkplace) -> None:

@@ -105,7 +105,7 @@ def test_index_by_processes_answers_as_that_of_one(place: InfluenceWorkplace, co
 @pytest.mark.sweep
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("kind", ["lds", "loo", "removal", "curve"])
+@pytest.mark.parametrize("kind", ["lds", "loo", "removal"])
 def test_evaluation_by_processes_is_that_of_one(place: InfluenceWorkplace, kind: str, count: int) -> None:
     train = {"optimizer": "sgd", "epochs": 3, "learning_rate": 0.1}
     place.config["influence"]["evaluate"] = {"subsets": 6, "seeds": 2, "ks": [2, 4], "train": train}

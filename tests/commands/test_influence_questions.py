@@ -1,5 +1,5 @@
-"""Questions about several rows at once: groups, contrasts, the largest score over queries, removal
-curves; against numpy on all scores, and against retrained models.
+"""Questions about several rows at once, against numpy on all scores: groups, contrasts, the largest score
+over queries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.commands.test_influence_evaluation import DECAY, EvaluationWorkplace
+from tests.commands.test_influence_evaluation import EvaluationWorkplace
 from tests.influence_workplace import QUERIES, InfluenceWorkplace
 from tests.workplace import ROWS
 
@@ -76,55 +76,6 @@ def test_influence_groups_in_parts_are_those_of_one_run(place: EvaluationWorkpla
         pd.testing.assert_frame_equal(table(place, name, "parts"), whole)
 
 
-# -- removal curves ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep
-def test_evaluate_curve_is_what_numpy_retrains(place: EvaluationWorkplace) -> None:
-    place.section["method"] = {"name": "influence", "weight_decay": DECAY, "curvature": "hessian"}
-    found = place.evaluated("curve", "--remove", "5%", "--remove", "6")["curve"]
-    assert [entry["removed"] for entry in found["curve"]] == [1, 6, 1, 6]
-    ran(place, "--matrix", "--overwrite")
-    from safetensors.numpy import load_file
-
-    overall = load_file(place.folder / "out" / "matrix.safetensors")["scores"].mean(1)
-    whole = place.losses(place.minimum)
-    for entry in found["curve"]:
-        order = np.argsort(-overall if entry["side"] == "helpful" else overall, kind="stable")
-        rises = place.retrained(np.sort(order[entry["removed"] :])) - whole
-        assert entry["rise"] == pytest.approx(rises.mean(), abs=1e-8)
-        assert entry["predicted"] == pytest.approx(overall[order[: entry["removed"]]].sum(), rel=1e-6)
-    drawn = found["methods"]["random"]["curve"]
-    random = np.random.default_rng([0, 8, 1])
-    sets = [np.sort(random.choice(ROWS, ROWS - 1, replace=False)) for _ in range(2)]
-    rises = [place.retrained(rows).mean() - whole.mean() for rows in sets]
-    assert drawn[0]["rise"] == pytest.approx(np.mean(rises), abs=1e-8)
-    assert drawn[0]["rise"] == drawn[2]["rise"]
-    assert drawn[0]["predicted"] is None
-
-
-@pytest.mark.long
-def test_evaluate_curve_of_a_method_that_only_ranks_predicts_nothing(place: EvaluationWorkplace) -> None:
-    found = place.evaluated("curve", "--remove", "2")["curve"]
-    assert {entry["predicted"] for entry in found["curve"]} == {None}
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--remove", "1%"], "--remove was given without --evaluate curve"),
-        (["--evaluate", "curve", "--remove", "some"], "'some' is no amount of rows"),
-        (["--evaluate", "curve", "--remove", "100%"], "expected a share above 0% and below 100%"),
-        (["--evaluate", "curve", "--remove", "0"], "'0' is no number of rows"),
-        (["--evaluate", "curve", "--remove", "24"], "asks for 24 rows, and there are 24"),
-    ],
-)
-def test_evaluate_curve_amounts_that_cannot_be(
-    place: EvaluationWorkplace, options: list[str], words: str
-) -> None:
-    place.influence(*options).refused(2, words)
-
-
 # -- contrasts, the largest over queries --------------------------------------------------------------------
 
 
@@ -181,12 +132,11 @@ def test_influence_page_ends_in_a_next_step_with_measured_trust(place: Evaluatio
 
     first = page()
     assert "How far to trust that was not measured" in first
-    assert "--evaluate curve --remove" in first
+    assert "--evaluate lds" in first
     assert "harmful.csv" in first
-    curve: Any = place.evaluated("curve", "--remove", "3")["curve"]
-    rise = next(entry for entry in curve["curve"] if entry["side"] == "harmful")["rise"]
+    found: Any = place.evaluated("lds")["lds"]
     second = page("--overwrite")
-    assert f"without the 3 rows that hurt most, retrained models changed by {rise:+#.3g}" in second
+    assert f"rank retrained models with a correlation of {found['mean']:.2f}" in second
     plots = {path.name for path in (place.folder / "out" / "plots").iterdir()}
     assert {"scores_by_class.png", "scores_by_group.png"} <= plots
     place.section["measurement"] = "margin"  # of which nothing was measured

@@ -172,7 +172,7 @@ def test_validate_and_plan(workplace: Workplace) -> None:
     for where in ("resident", "offloaded"):
         workplace.config["engine"] = {"chunk_size": 5, "parameters": where}
         (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
-        deep = workplace.command("validate", "config.yaml", "--deep")
+        deep = workplace.command("validate", "config.yaml")
         planned = workplace.command("plan", "config.yaml", "--json")
         assert (deep.code, planned.code) == (0, 0), deep.err + planned.err
         losses = [line for line in (deep.out + deep.err).splitlines() if "loss" in line]

@@ -108,7 +108,7 @@ def test_part_run_twice_counts_once(place: Workplace) -> None:
 
 def test_parts_of_another_number_of_parts_refused(place: Workplace) -> None:
     part(place, 1, 2)
-    place.refused(2, "number of parts: was 2, is 3", options=("--part", "2/3", "--output", "parts"))
+    place.refused(2, "number of parts was 2 and is 3", options=("--part", "2/3", "--output", "parts"))
 
 
 def test_part_of_another_model_refused(place: Workplace) -> None:
@@ -165,4 +165,4 @@ def test_merge_of_a_run_in_one_piece_refused(place: Workplace) -> None:
 
 def test_part_into_the_folder_of_a_whole_run_refused(place: Workplace) -> None:
     place.succeeded("--no-report")
-    place.refused(2, "number of parts: was None, is 2", options=("--part", "1/2"))
+    place.refused(2, "number of parts was null and is 2", options=("--part", "1/2"))

@@ -105,7 +105,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "engine"),
-    [("mean", {}), ("mean", {"tokens_per_chunk": 12}), ("last", {"chunk_size": 5})],
+    [("mean", {}), ("last", {"chunk_size": 5})],
     ids=str,
 )
 def test_analyze_gives_ragged_rows_their_own_norms(

@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from psgrad.commands.run_manifest import command_line, revision_of
-from psgrad.reports.sections import facts_of, made_words
-from psgrad.run.results.manifest import RunManifest, read_manifest
 from tests.private_workplace import PrivateWorkplace
-from tests.reports.frames import MANIFEST
 from tests.workplace import Workplace
 
 
@@ -136,16 +133,3 @@ def private_workplace(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setattr("psgrad.commands.private_steps.pld_curve", lambda events, delta: [])
     return PrivateWorkplace(workplace)
-
-
-def test_runs_of_older_versions_have_pages_without_these_lines() -> None:
-    assert made_words(read_manifest({})) == ""
-    names = [name for name, _ in facts_of(read_manifest(MANIFEST), Path("out"))]
-    assert "Command" not in names
-    assert "Revision" not in names
-    made = RunManifest().content()
-    assert [key for key in made if key in ("created", "command_line", "revision")] == [
-        "created",
-        "command_line",
-        "revision",
-    ]

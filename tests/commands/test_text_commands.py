@@ -87,12 +87,12 @@ def test_text_task_runs_analyze_influence_and_dp_step_from_one_yaml(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("", ("data (texts): rows of 3 to 19 tokens, at most 64 are taken", "no problems found")),
+        ("", ("no problems found",)),
         ("target: text", ("the label 'the cat sat on the mat' in row 0", "expected: one of dull, fine, odd")),
         ("target: label, max_length: 5", ("has 8 tokens", "expected: at most 5")),
     ],
 )
-def test_validate_looks_at_texts_without_weights(
+def test_validate_looks_at_texts(
     change: str,
     words: tuple[str, ...],
     tmp_path: Path,

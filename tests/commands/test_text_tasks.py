@@ -44,10 +44,10 @@ def test_analyze_task_norms_are_those_of_the_librarys_loss_on_each_row_alone(
 def test_analyze_rows_of_equal_length_together_where_padding_changes_the_loss(tmp_path: Path) -> None:
     path = CASES["last token"].write(tmp_path)
     manifest = psgrad.analyze(path, report=False).manifest
-    assert PADDING_NOTE in manifest["data"]["notes"]
-    assert any("rows are padded with </s>" in note for note in manifest["data"]["notes"])
+    assert PADDING_NOTE in manifest.data.notes
+    assert any("rows are padded with </s>" in note for note in manifest.data.notes)
     other = CASES["classification"].write(tmp_path / "other")
-    assert psgrad.analyze(other, report=False).manifest["data"]["notes"] == []
+    assert psgrad.analyze(other, report=False).manifest.data.notes == []
 
 
 def test_analyze_keeps_a_row_whose_completion_was_cut_away(tmp_path: Path) -> None:

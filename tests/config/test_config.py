@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.config import LOSS_OPTIONS, Config, LossConfig, config_from, load_config
+from psgrad.config import Config, config_from, load_config
 from psgrad.errors import EXIT_USAGE, ConfigError
 
 MINIMAL = """\
@@ -104,7 +104,7 @@ def test_overrides_are_yaml_and_the_last_wins(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, MINIMAL), overrides)
 
     assert config.engine.verify == 0
-    assert config.loss.label_smoothing == 0.1
+    assert config.loss.options == {"label_smoothing": 0.1}
     assert config.model.kwargs == {"width": 3}
     assert config.output == Path("no")
     assert config.report.title == "a=b"
@@ -133,16 +133,6 @@ def test_memory_is_a_size_with_a_unit(tmp_path: Path, text: str, size: object) -
     config = load_config(path)
     assert config.engine.memory == size
     assert Config.model_validate(config.model_dump()).engine.memory == size  # as the manifest has it
-
-
-def test_an_override_of_one_alias_leaves_the_other(tmp_path: Path) -> None:
-    text = MINIMAL.replace("build}", "build, kwargs: &k {a: 1}}").replace(
-        "{path: train.parquet,", "{factory: f.py:g, kwargs: *k,"
-    )
-    config = load_config(write(tmp_path, text), ["model.kwargs.a=2"])
-
-    assert config.model.kwargs == {"a": 2}
-    assert config.data.kwargs == {"a": 1}
 
 
 def test_a_resolved_config_loads_again(tmp_path: Path) -> None:
@@ -221,23 +211,13 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
         ),
         (
             "loss: cross_entropy",
-            "loss: {name: mse, delta: 2.0}",
-            "the loss 'mse' does not take delta; it takes no options",
+            "loss: {name: 'losses.py:mine', delta: 2.0}",
+            "the loss 'losses.py:mine' does not take delta",
         ),
         (
             "loss: cross_entropy",
-            "loss: {name: huber, beta: 2.0}",
-            "the loss 'huber' does not take beta; it takes delta",
-        ),
-        (
-            "loss: cross_entropy",
-            "loss: {name: cross_entropy, weight: [1, -1]}",
-            "loss.weight.1: got -1, expected at least 0",
-        ),
-        (
-            "loss: cross_entropy",
-            "loss: {name: cross_entropy, weight: [.nan]}",
-            "loss.weight.0: got nan, expected",
+            "loss: {name: mse, columns: [a]}",
+            "the loss 'mse' does not take columns",
         ),
         ("loss: cross_entropy", "loss: 3", "loss: got 3, expected a group of keys and values"),
         (
@@ -331,12 +311,9 @@ def test_each_mistake_is_reported(tmp_path: Path, old: str, new: str, expected: 
         ("verify: true", "engine.verify: got true, expected a whole number"),
         ("dtype: float8", "engine.dtype: got 'float8', expected one of auto, float32, float64, bfloat16"),
         ("device: 0", "engine.device: got 0, expected a string"),
-        ("capture: on", "engine.capture: got 'on', expected one of auto, off"),
-        ("compile: true", "engine.compile: got true, expected one of none, inductor"),
-        (
-            "capture: off, compile: inductor",
-            "compile: inductor compiles what was recorded, and capture is off",
-        ),
+        ("capture: on", "engine.capture: got 'on', expected one of auto, off, inductor"),
+        ("compile: inductor", "engine.compile: not a key here: set engine.capture: inductor; known here"),
+        ("tokens_per_chunk: 8", "engine.tokens_per_chunk: not a key here: set engine.memory"),
     ],
 )
 def test_engine_values(tmp_path: Path, engine: str, expected: str) -> None:
@@ -360,7 +337,7 @@ def test_review_fraction_lies_between_0_and_1(tmp_path: Path, fraction: str) -> 
         ("engine.verfy=3", "--set engine.verfy=3: engine.verfy: unknown key; did you mean verify?"),
         ("engin.verify=3", "--set engin.verify=3: engin: unknown key; did you mean engine?"),
         ("engine.verify=[", "--set engine.verify=[: value:1:2: not valid YAML"),
-        ("engine.verify=!!python/none", "the tag !!python/none is not allowed"),
+        ("engine.verify=!!python/none", "a plain value was expected here, not !!python/none"),
     ],
 )
 def test_wrong_overrides_are_named(tmp_path: Path, override: str, expected: str) -> None:
@@ -377,8 +354,10 @@ def test_wrong_overrides_are_named(tmp_path: Path, override: str, expected: str)
         ("a: {b: 1,\n  b: 2}", "config.yaml:2:3: not valid YAML: the key 'b' is already given in line 1"),
         ("a: 1\n--- \nb: 2", "not valid YAML"),
         ("a: \0", "not valid YAML"),
-        ("a: *b", "config.yaml:1:4: not valid YAML: found undefined alias"),
-        ("a: &a [*a]", "50 levels once its aliases are expanded"),
+        ("a: &b 1\nc: *b", "config.yaml:2:4: not valid YAML: the alias *b; write the value itself"),
+        ("a: &a [*a]", "config.yaml:1:8: not valid YAML: the alias *a"),
+        ("a: !!seq {b: 1}", "a plain value was expected here, not !!seq"),
+        ("a: !!bool yes", "'yes' is not a value of the type bool"),
         ("a: " + "[" * 5000, "not valid YAML: nested too deeply"),
         (
             "a: !!python/object/apply:os.system [exit]",
@@ -391,12 +370,6 @@ def test_wrong_overrides_are_named(tmp_path: Path, override: str, expected: str)
 )
 def test_not_yaml(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in error_of(tmp_path, text)
-
-
-def test_a_bomb_of_aliases_is_refused_quickly(tmp_path: Path) -> None:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
-    assert "more than 100000 values" in error_of(tmp_path, "\n".join(lines))
 
 
 def test_missing_file_directory_and_binary(tmp_path: Path) -> None:
@@ -468,11 +441,6 @@ def test_any_override_is_accepted_or_reported(tmp_path_factory: pytest.TempPathF
     file = write(tmp_path_factory.getbasetemp(), MINIMAL)
     with pytest.raises(ConfigError):
         load_config(file, [f"engine.{text}"])
-
-
-def test_every_loss_option_is_a_field_of_the_config() -> None:
-    options = set().union(*LOSS_OPTIONS.values())
-    assert options == set(LossConfig.model_fields) - {"name", "columns"}  # of a callable of one's own
 
 
 def test_base_of_plain_values_and_of_a_copy(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "influence.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 METHODS_PAGE = (ROOT / "docs" / "explanation" / "influence.md").read_text(encoding="utf-8")
-RESULTS = (ROOT / "docs" / "reference" / "influence-results.md").read_text(encoding="utf-8")
+RESULTS = (ROOT / "benchmarks" / "influence-results.md").read_text(encoding="utf-8")
 CONFIG = ROOT / "configs" / "digits-influence.yaml"
 
 

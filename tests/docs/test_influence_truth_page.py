@@ -1,4 +1,4 @@
-"""docs/reference/influence-truth.md, from results that are stored and from made-up ones."""
+"""benchmarks/influence-truth.md, from results that are stored and from made-up ones."""
 
 from __future__ import annotations
 

@@ -4,16 +4,11 @@ numbers lie in memory.
 
 from __future__ import annotations
 
-import random
-import re
 import subprocess
 import sys
 import types
-from array import array
-from collections import defaultdict, deque
 from collections.abc import Callable
-from decimal import Decimal
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +20,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from psgrad.engine.execution.weight_sources import WeightFile
 from psgrad.models import model_identity
 from psgrad.models.in_files import tensors_in_files
 from psgrad.models.model_identity import identify, tensor_digest
-from psgrad.run.host_files import shared_on_host
 
 DTYPES = [
     torch.float32,
@@ -110,7 +103,6 @@ def test_tensor_digest_type_and_shape_count() -> None:
         ),
         lambda x: torch.nested.nested_tensor([x, x[0]]) if x.dim() == 1 else torch.nested.nested_tensor([x]),
         lambda x: torch.nested.nested_tensor([x], layout=torch.jagged),
-        lambda x: x.to_mkldnn(),
         lambda x: torch.view_as_complex(x.view(2, 2, 2)).conj(),
         lambda x: x.expand(3, 2, 4),
         lambda x: x.t(),
@@ -123,7 +115,6 @@ def test_tensor_digest_type_and_shape_count() -> None:
         "quantised per channel",
         "nested",
         "jagged",
-        "mkldnn",
         "conjugate",
         "expanded",
         "transposed",
@@ -138,7 +129,7 @@ def test_tensor_digest_of_unusual_tensors_is_of_their_numbers(make: Callable[[Te
     assert tensor_digest(make(x)) != tensor_digest(make(other))
 
 
-class Config:
+class Settings:
     __slots__ = ("scale",)
 
     def __init__(self, scale: float) -> None:
@@ -155,117 +146,35 @@ class Model(nn.Module):
         self.tied.weight = self.body[0].weight
         self.register_buffer("late", torch.zeros(2), persistent=False)
         self.listed = [nn.Linear(2, 2)]
-        self.array, self.config = np.zeros(2), Config(1.0)
+        self.array, self.settings = np.zeros(2), Settings(1.0)
         self.table = {"b": torch.zeros(1), "a": {1, 2}}
         self.act, self.partial = torch.relu, partial(torch.softmax, dim=0)
         self.space = types.SimpleNamespace(power=2)
-        scale = 3.0
-        self.closure = lambda x: x * scale
+        self.functions = torch.nn.functional
         self.parts = nn.ModuleDict({"a": nn.ReLU(), "b": nn.Tanh()})
-        self.kept = types.SimpleNamespace(**{name: first for name, (first, _) in VALUES.items()})
-
-
-def closed(value: float) -> Any:
-    """An object of a class whose methods close over a value."""
-
-    class Act:
-        @property
-        def scale(self) -> float:
-            return value
-
-        def __call__(self, x: float) -> float:
-            return x * self.scale
-
-    return Act()
-
-
-def of_class(value: float) -> Any:
-    class Act:
-        scale = value
-
-    return Act()
-
-
-def cached(value: float) -> Any:
-    @lru_cache
-    def scale() -> float:
-        return value
-
-    return scale
-
-
-def noted(value: float) -> Any:
-    def act(x: float) -> float:
-        return x * act.scale  # type: ignore[attr-defined, no-any-return]
-
-    act.scale = value  # type: ignore[attr-defined]
-    return act
-
-
-class Named(list):  # type: ignore[type-arg]
-    def __init__(self, name: str) -> None:
-        super().__init__([1])
-        self.name = name
-
-
-# Two values of each kind that compute different things.
-VALUES: dict[str, tuple[Any, Any]] = {
-    "range": (range(3), range(4)),
-    "slice": ((slice(0, 2), ...), (slice(0, 3), ...)),
-    "deque": (deque([1.0], maxlen=2), deque([1.0], maxlen=3)),
-    "decimal": (Decimal("1.0"), Decimal("1.1")),
-    "bytearray": (bytearray(b"a"), bytearray(b"b")),
-    "array": (array("d", [1.0]), array("d", [2.0])),
-    "pattern": (re.compile("a"), re.compile("b")),
-    "date": (np.array(["2020"], dtype="datetime64[Y]"), np.array(["2021"], dtype="datetime64[Y]")),
-    "masked": (np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1, 2], mask=[1, 0])),
-    "random": (random.Random(1), random.Random(2)),
-    "numpy_generator": (np.random.default_rng(1), np.random.default_rng(2)),
-    "torch_generator": (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
-    "defaults": (defaultdict(int, a=1), defaultdict(float, a=1)),
-    "distribution": (torch.distributions.Normal(0.0, 1.0), torch.distributions.Normal(0.0, 2.0)),
-    "closure_of_a_method": (closed(1.0), closed(2.0)),
-    "attribute_of_a_class": (of_class(1.0), of_class(2.0)),
-    "attribute_of_a_function": (noted(1.0), noted(2.0)),
-    "function_in_a_cache": (cached(1.0), cached(2.0)),
-    "attribute_of_a_list": (Named("a"), Named("b")),
-    "function_of_no_file": (eval("lambda x: x + 1"), eval("lambda x: x + 2")),
-}
-
-
-def _reorder(model: Model) -> None:
-    model.parts = nn.ModuleDict({"b": nn.Tanh(), "a": nn.ReLU()})
-
-
-def _rehook(model: Model) -> None:
-    model.body[0].register_forward_hook(lambda *_: None)
 
 
 CHANGES: dict[str, Callable[[Model], Any]] = {
     "parameter": lambda m: m.body[0].weight.data[0, 0].add_(1),
     "buffer": lambda m: m.body[2].running_mean.add_(1),
-    "counter": lambda m: m.body[2].num_batches_tracked.add_(1),
     "buffer that is not persistent": lambda m: m.late.add_(1),
     "frozen": lambda m: m.body[0].bias.requires_grad_(False),
     "mode": lambda m: m.eval(),
     "mode of one layer": lambda m: m.body[1].eval(),
     "dropout": lambda m: setattr(m.body[1], "p", 0.2),
-    "eps": lambda m: setattr(m.body[2], "eps", 1e-4),
     "tie": lambda m: setattr(m.tied, "weight", nn.Parameter(m.tied.weight.detach().clone())),
     "module in a list": lambda m: m.listed[0].bias.data.add_(1),
     "array": lambda m: m.array.__setitem__(0, 1.0),
-    "slot": lambda m: setattr(m.config, "scale", 2.0),
+    "slot": lambda m: setattr(m.settings, "scale", 2.0),
     "tensor in a dict": lambda m: m.table["b"].add_(1),
     "set in a dict": lambda m: m.table["a"].add(3),
     "function": lambda m: setattr(m, "act", torch.tanh),
     "argument of a partial": lambda m: setattr(m, "partial", partial(torch.softmax, dim=1)),
     "namespace": lambda m: setattr(m.space, "power", 3),
-    "closure": lambda m: setattr(m, "closure", (lambda scale: lambda x: x * scale)(4.0)),
     "class": lambda m: m.body.__setitem__(1, nn.AlphaDropout(0.1)),
-    "hook": _rehook,
-    "order of modules": _reorder,
+    "hook": lambda m: m.body[0].register_forward_hook(lambda *_: None),
+    "order of modules": lambda m: setattr(m, "parts", nn.ModuleDict({"b": nn.Tanh(), "a": nn.ReLU()})),
 }
-CHANGES |= {name: lambda m, name=name: setattr(m.kept, name, VALUES[name][1]) for name in VALUES}  # type: ignore[misc]
 
 
 def hashes(model: nn.Module) -> tuple[str, str]:
@@ -288,25 +197,18 @@ def test_identify_sees_every_change(name: str) -> None:
 
 def test_identify_names_and_sources() -> None:
     found = identify(model())
-    assert {"body.0.weight", "late", "listed.0.weight", "table.builtins.str b"} <= set(found.tensors)
+    assert {"body.0.weight", "late", "listed.0.weight", "table.b"} <= set(found.tensors)
     assert "tied.weight" not in found.tensors, "a shared tensor is hashed once"
     assert __name__ in found.sources
 
 
-def test_identify_cycles_and_deep_lists() -> None:
-    deep: list[Any] = []
-    for _ in range(5000):
-        deep = [deep]
+def test_identify_cycles() -> None:
     made = model()
-    made.deep, made.parent, made.itself = deep, [made], made.table  # type: ignore[assignment]
+    made.parent, made.itself = [made], made.table  # type: ignore[assignment]
     assert hashes(made) == hashes(made)
 
 
 PROGRAM = """
-import collections
-import random
-
-import numpy as np
 import torch
 from torch import nn
 from psgrad.models.model_identity import identify
@@ -316,8 +218,6 @@ def made():
     model = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(4, 2))
     model.names = {"a", "b", "c", "d"}
     model.table = {name: 1 for name in model.names}
-    generators = [random.Random(0), np.random.default_rng(0), torch.Generator()]
-    model.kept = [*generators, collections.deque([1]), range(3)]
     model.function = lambda x: x in {"a", "b"}
     return model
 """
@@ -339,36 +239,11 @@ def test_identify_is_the_same_in_every_process(wrap: str) -> None:
     assert run.stdout.split() == [here["found"].weights_sha256, here["found"].modules_sha256]
 
 
-def test_weights_in_a_file_are_read_by_one_process_of_a_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And by all again after the file was written to. In memory they have the same identity."""
-    file = tmp_path / "weights.safetensors"
-
-    def model() -> nn.Module:
-        found = nn.Linear(3, 2)
-        tensors = tensors_in_files(file)
-        assert tensors is not None
-        for name, value in tensors.items():
-            setattr(found, name, nn.Parameter(value))
-        return found
-
-    read = list[int]()
-    monkeypatch.setattr(
-        WeightFile,
-        "read_into",
-        lambda weights, target, offset, own=WeightFile.read_into: (
-            read.append(offset),
-            own(weights, target, offset),
-        ),
-    )
-    resident = nn.Linear(3, 2)
-    with shared_on_host(f"identity of {tmp_path}", removes=True):
-        for _ in range(2):
-            save_file(resident.state_dict(), file)
-            found = [identify(model()) for _ in range(3)]
-            assert len(read) == 2
-            assert found == [identify(resident)] * 3
-            with torch.no_grad():
-                resident.weight += 1
-            read.clear()
+def test_weights_in_a_file_have_the_identity_that_they_have_in_memory(tmp_path: Path) -> None:
+    resident, in_file = nn.Linear(3, 2), nn.Linear(3, 2)
+    save_file(resident.state_dict(), tmp_path / "weights.safetensors")
+    tensors = tensors_in_files(tmp_path / "weights.safetensors")
+    assert tensors is not None
+    for name, value in tensors.items():
+        setattr(in_file, name, nn.Parameter(value))
+    assert identify(in_file) == identify(resident)

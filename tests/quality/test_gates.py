@@ -87,7 +87,7 @@ def test_gate_small_reference_with_baseline() -> None:
     rows = mark_known(
         named(frame), Baseline(tuple(Known(each, "outlier", "") for each in named(frame)["fingerprint"]))
     )
-    gate = GateConfig(max_outliers=0, new_only=True, baseline=Path("b.json"))
+    gate = GateConfig(max_outliers=0, baseline=Path("b.json"))
     assert outcomes(frame, gate, facts, rows)["max_outliers"].outcome == "passed"
     assert outcomes(table(100), gate, facts)["max_outliers"].outcome == "not evaluable"
 

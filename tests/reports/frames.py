@@ -11,6 +11,7 @@ import pandas as pd
 
 from psgrad.quality.judging import rank_samples
 from psgrad.run.results import AnalyzeResult, TopSample, top_samples
+from psgrad.run.results.manifest import read_manifest
 
 MANIFEST: dict[str, Any] = {
     "config": {"loss": {"name": "cross_entropy"}, "report": {"title": None}},
@@ -115,7 +116,7 @@ def result(
     return AnalyzeResult(
         samples=samples,
         parameters=parameters(layers),
-        manifest=MANIFEST if manifest is None else manifest,
+        manifest=read_manifest(MANIFEST if manifest is None else manifest),
         folder=Path("runs/digits"),
         top_inputs=(
             []

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from psgrad.run.results import ALL_INDEX, ALL_QUERIES, InfluenceResult, TopSample, ranked_pairs, shown_rows
+from psgrad.run.results.manifest import read_manifest
 from tests.reports import frames
 
 UNIT = "predicted rise of the query's loss, in nats, if the training example were removed"
@@ -91,12 +92,13 @@ def result(
         table = table.assign(score_std=table["score"].abs() / 7, rank_stability=0.5)
         queries = queries.assign(agreement=np.linspace(0.2, 0.6, m))
     shown, rows = shown_rows(table, queries, 6, 6)
+    manifest = read_manifest(changes.pop("manifest", frames.MANIFEST))
     return InfluenceResult(
         **{
             "scores": table,
             "queries": queries,
             "training": training,
-            "manifest": frames.MANIFEST,
+            "manifest": manifest,
             "folder": Path("runs/digits-influence"),
             "method": "influence",
             "unit": UNIT,

@@ -33,6 +33,7 @@ from psgrad.reports.attribution_section import (
     style_of,
 )
 from psgrad.run.results import AnalyzeResult, MeasureResult, TopSample
+from psgrad.run.results.manifest import read_manifest
 from tests.reports.frames import MANIFEST, classification, parameters
 
 
@@ -49,7 +50,9 @@ def run(
     }
     ids = samples["id"].to_numpy()[rows]
     shown = [TopSample(identity, each.image, each.text) for identity, each in zip(ids, inputs, strict=False)]
-    return AnalyzeResult(samples, parameters(), MANIFEST, Path("runs/made-up"), shown, measures=measures)
+    return AnalyzeResult(
+        samples, parameters(), read_manifest(MANIFEST), Path("runs/made-up"), shown, measures=measures
+    )
 
 
 def pixels(uri: str) -> np.ndarray[Any, Any]:
@@ -136,7 +139,7 @@ def test_overlays_say_what_full_colour_is_and_show_it() -> None:
     assert card.overlays[0].scale == "full colour: 0.25 nats per unit of input"
     assert card.overlays[2].scale == "full colour: 0.25 nats"
     unknown = dataclasses.replace(
-        result, manifest={**MANIFEST, "config": {"loss": {"name": "losses.py:own"}}}
+        result, manifest=read_manifest({**MANIFEST, "config": {"loss": {"name": "losses.py:own"}}})
     )
     assert attribution_cards(unknown)[0].overlays[0].scale == "full colour: 0.25 loss per unit of input"
     shown = pixels(card.overlays[2].uri)
@@ -165,7 +168,7 @@ def test_maps_that_are_not_finite_or_do_not_fit_are_left_out() -> None:
 def test_nothing_is_shown_where_no_map_was_kept() -> None:
     result = run(np.ones((1, 1, 2, 2)), [])
     bare = {name: MeasureResult(name, name, "f", "u") for name in MEASURES}
-    without = AnalyzeResult(result.samples, result.parameters, MANIFEST, result.folder, measures=bare)
+    without = AnalyzeResult(result.samples, result.parameters, result.manifest, result.folder, measures=bare)
     for each in (result, without):
         assert attribution_cards(each) == []
         assert attribution_plots(each) == []

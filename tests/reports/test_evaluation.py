@@ -15,6 +15,7 @@ import pytest
 from psgrad.reports.evaluation import decimals, write_evaluation
 from psgrad.reports.evaluation_plots import evaluation_plots
 from psgrad.run.results.influence import EvaluationResult, evaluation_content
+from psgrad.run.results.manifest import read_manifest
 
 UNIT = "rise of the query's loss, in nats"
 
@@ -181,7 +182,7 @@ def test_figures(kind: str, names: list[str]) -> None:
 def test_scores_without_a_unit_are_not_drawn_as_predicted_amounts() -> None:
     relative = {"influence": {"predicts_removal": False, "unit": "relative, no unit"}}
     for manifest, label, lines in (({}, "predicted rise of", 1), (relative, "(relative, no unit)", 0)):
-        plot = evaluation_plots(replace(loo_result(), manifest=manifest))[1]
+        plot = evaluation_plots(replace(loo_result(), manifest=read_manifest(manifest)))[1]
         (axes,) = plot.figure.axes
         assert label in axes.get_xlabel()
         assert sum(line.get_label() == "as predicted" for line in axes.lines) == lines

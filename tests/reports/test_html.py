@@ -21,6 +21,7 @@ from psgrad.reports import drawing
 from psgrad.reports.analyze_page import render, write_report
 from psgrad.reports.analyze_plots import norm_histogram
 from psgrad.run.results import AnalyzeResult, MeasureResult, TopSample, top_samples
+from psgrad.run.results.manifest import read_manifest
 from tests.reports import frames, influence_runs, private_runs
 
 LIMIT_BYTES = 2_000_000
@@ -160,7 +161,7 @@ def test_markup_from_ids_classes_texts_and_the_manifest_stays_text() -> None:
     result = AnalyzeResult(
         samples=samples,
         parameters=frames.parameters(3).assign(parameter=evil, computed_as=evil, shape=evil),
-        manifest=manifest,
+        manifest=read_manifest(manifest),
         folder=frames.result(samples).folder,
         top_inputs=[TopSample(identifier, text=evil) for identifier in top_samples(samples, 20)["id"]],
         class_names=[f"{evil}{index}" for index in range(10)],
@@ -251,9 +252,8 @@ def test_the_page_is_small_with_the_largest_inputs(kind: str) -> None:
         "model": {"notes": ["n" * 9999] * 999},
     }
     names = ["c" * 5000] * 10
-    _page(
-        AnalyzeResult(samples, frames.parameters(300), manifest, frames.result(samples).folder, inputs, names)
-    )
+    run = frames.result(samples, manifest=manifest)
+    _page(AnalyzeResult(samples, frames.parameters(300), run.manifest, run.folder, inputs, names))
 
 
 @pytest.mark.sweep

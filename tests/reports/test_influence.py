@@ -28,6 +28,8 @@ from psgrad.run.results import (
     pairs_of,
     shown_queries,
 )
+from psgrad.run.results.manifest import read_manifest
+from tests.reports.frames import MANIFEST
 from tests.reports.influence_runs import UNIT, made_up, result
 from tests.reports.test_html import LIMIT_BYTES, Page
 
@@ -101,7 +103,7 @@ def test_the_page_shows_each_query_with_what_helps_and_hurts_it() -> None:
 
 @pytest.mark.long
 def test_the_page_says_sign_and_unit_and_where_the_numbers_come_from() -> None:
-    text = _page(result(manifest={**result().manifest, "influence": {"normalize": "self_influence"}})).text
+    text = _page(result(manifest={**MANIFEST, "influence": {"normalize": "self_influence"}})).text
     for words in (
         SIGN.capitalize(),
         f"P{UNIT[1:]}",
@@ -277,10 +279,12 @@ def test_markup_from_ids_classes_texts_and_facts_stays_text() -> None:
         scores=found.scores.assign(train_id=EVIL),
         queries=found.queries.assign(id=EVIL),
         training=found.training.assign(id=EVIL),
-        manifest={
-            "config": {"report": {"title": EVIL}},
-            "influence": {"checkpoints": [{"path": EVIL}, {"path": EVIL}], "normalize": EVIL},
-        },
+        manifest=read_manifest(
+            {
+                "config": {"report": {"title": EVIL}},
+                "influence": {"checkpoints": [{"path": EVIL}, {"path": EVIL}], "normalize": EVIL},
+            }
+        ),
         method=EVIL,
         unit=EVIL,
         measurement=EVIL,

@@ -31,6 +31,7 @@ from psgrad.reports.measure_plots import trajectories
 from psgrad.reports.privacy_plots import epsilon_by_multiplier, private_plots, public_plots
 from psgrad.reports.ticks import power_words
 from psgrad.run.results import TopSample, has_classes, top_samples
+from psgrad.run.results.manifest import read_manifest
 from psgrad.wording import correlation
 from tests.browser.results import measured
 from tests.reports import frames, influence_runs, private_runs
@@ -63,7 +64,9 @@ def test_the_histogram_holds_every_finite_sample_once() -> None:
 @pytest.mark.long
 def test_figures_of_a_run_with_a_reference_call_those_in_orange_by_name() -> None:
     run = frames.result(frames.classification(300))
-    judged = replace(run, manifest={**run.manifest, "outliers": {"decided_by": "reference"}})
+    judged = replace(
+        run, manifest=read_manifest({**frames.MANIFEST, "outliers": {"decided_by": "reference"}})
+    )
     for result, expected, other in (
         (run, "review list", "unlike the reference"),
         (judged, "unlike the reference", "review list"),

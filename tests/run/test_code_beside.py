@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from psgrad.errors import ConfigError
-from psgrad.run.code_identity import code_identity
+from psgrad.run.identity import code_identity
 from psgrad.user_code import call_factory, importing_beside, resolve
 from tests.workplace import Workplace
 
@@ -111,7 +111,7 @@ def test_siblings_are_there_while_rows_are_read_and_the_model_runs(workplace: Wo
     command = [sys.executable, "-P", "-m", "psgrad", "analyze", "config.yaml", "--output", "again"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=workplace.folder)
     assert done.returncode == 0, done.stderr
-    assert workplace.command("validate", "config.yaml", "--deep").code == 0
+    assert workplace.command("validate", "config.yaml").code == 0
 
 
 def test_nested_blocks_and_an_error_inside_leave_nothing(tmp_path: Path) -> None:

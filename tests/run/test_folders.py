@@ -63,10 +63,6 @@ def test_run_folder_from_shards_to_tables(tmp_path: Path) -> None:
     assert json.loads((run.path / "manifest.json").read_text()) == {"tool": "psgrad", "state": "complete"}
 
 
-def test_run_folder_empty_folder(tmp_path: Path) -> None:
-    assert RunFolder.create(tmp_path).path == tmp_path
-
-
 def test_run_folder_of_a_run_killed_before_its_manifest(tmp_path: Path) -> None:
     (tmp_path / ".manifest.json.123.tmp").write_text('{"too')
     RunFolder.require_free(tmp_path)
@@ -149,27 +145,19 @@ def test_run_folder_full_disk_keeps_shards(
     assert len(pd.read_parquet(run.path / "parts" / "samples" / "00000.parquet")) == 2
 
 
-def test_run_folder_full_disk_without_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = RunFolder.create(tmp_path / "run", overwrite=False)
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OutputError) as failure:
-        folder.write_bytes("scores.csv", b"1")
-    assert "likely cause: no space; what was written before is whole\n" in str(failure.value)
-
-
-def test_run_folder_failed_write_keeps_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
+def test_run_folder_failed_write_keeps_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, kind: type[BaseException]
+) -> None:
     run = RunFolder.create(tmp_path / "run")
     run.write_bytes("report.html", b"old")
 
-    def broken(source: Path, target: Path) -> Any:
-        raise OSError(errno.EIO, "Input/output error")
+    def broken(*_: Any) -> Any:
+        raise kind(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "replace", broken)
-    with pytest.raises(OutputError, match="Input/output error"):
+    monkeypatch.setattr(os, call, broken)
+    with pytest.raises(OutputError if kind is OSError else kind, match="Input/output error"):
         run.write_bytes("report.html", b"new")
     assert (run.path / "report.html").read_bytes() == b"old"
     assert _names(run.path) == {"manifest.json", "report.html"}
@@ -205,18 +193,6 @@ def test_run_folder_file_size_limit(tmp_path: Path) -> None:
         "parts/samples/00000.parquet",
         *(f"parts/samples/_00000.{kind}.safetensors" for kind in ("arrays", "state")),
     }
-
-
-def test_run_folder_interrupted_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunFolder.create(tmp_path / "run")
-
-    def interrupted(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        append(run)
-    assert _names(run.path) == {"manifest.json"}
 
 
 def test_run_folder_json_of_any_value(tmp_path: Path) -> None:

@@ -18,9 +18,8 @@ from psgrad.config import DataConfig
 from psgrad.data.sources.formats.json import JSONL
 from psgrad.data.sources.load import load_data, open_rows
 from psgrad.errors import DataError
-from psgrad.run import host_files, input_files
+from psgrad.run import host_files
 from psgrad.run.host_files import made_once, shared_on_host
-from psgrad.run.input_files import sha256_of
 
 FORMATS = {
     "rows.csv": "a,b\n1,x\n2,y\n3.5,z\n",
@@ -113,24 +112,6 @@ def test_a_folder_that_others_can_open_is_not_shared(tmp_path: Path, monkeypatch
     folder.chmod(0o755)
     with shared_on_host("a run", removes=True):
         assert made_once("content", lambda target: target.touch()) is None
-
-
-def test_a_large_file_is_hashed_once_and_again_when_it_has_changed(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed = []
-    original = input_files._sha256_of
-    monkeypatch.setattr(input_files, "_sha256_of", lambda path: hashed.append(path) or original(path))
-    large, small = tmp_path / "large", tmp_path / "small"
-    large.write_bytes(bytes(3 << 20))
-    small.write_bytes(b"small")
-    assert sha256_of(large) == sha256_of(large) == original(large)
-    assert hashed == [large]
-    large.write_bytes(bytes(3 << 20) + b"more")
-    assert sha256_of(large) == original(large)
-    assert hashed == [large, large]
-    assert sha256_of(small) == sha256_of(small) == original(small)
-    assert hashed == [large, large, small, small]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,14 +1,10 @@
-"""kill -9 at durable operations: the ledger never lags a release, no checkpoint is torn, the run goes on, and
-mistakes would be found.
+"""kill -9 at operations on the disk: the ledger never lags a release, no checkpoint is torn, the run goes on,
+and mistakes would be found.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +77,7 @@ def test_kill_check_finds_planted_mistake(tmp_path: Path, mistake: type[Run], wo
 
 
 @pytest.mark.long
-def test_crash_hook_kills_at_point(tmp_path: Path) -> None:
+def test_write_atomically_killed_at_each_operation(tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.write_bytes(b"old")
     result = []
@@ -101,23 +97,3 @@ def test_crash_hook_kills_at_point(tmp_path: Path) -> None:
         (True, b"new content", []),  # before the folder is synced
         (False, b"new content", []),
     ]
-
-
-def test_crash_hook_environment(tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from psgrad.run import durable_files;"
-        " durable_files.write_atomically(Path(sys.argv[1]), b'whole')"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "file")]
-    done = subprocess.run(command, env={**os.environ, durable_files.VARIABLE: "3"}, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert not (tmp_path / "file").exists()
-    subprocess.run(command, check=True)
-    assert (tmp_path / "file").read_bytes() == b"whole"
-
-
-def test_crash_hook_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable_files._hook, "at", None)
-    before = durable_files.crash_points_passed()
-    durable_files.crash_point(lambda: pytest.fail("half of what?"))
-    assert durable_files.crash_points_passed() == before

@@ -31,7 +31,7 @@ def test_analyze_of_texts_killed_at_any_point_and_resumed(
     case = replace(CASES[name], rows=[*CASES[name].rows] * 4)
     path = case.write(tmp_path / "case")
     engine = "engine: {dtype: float32, verify: 0"
-    path.write_text(path.read_text().replace(engine, engine + ", chunk_size: 4, tokens_per_chunk: 24"))
+    path.write_text(path.read_text().replace(engine, engine + ", chunk_size: 4"))
 
     def go(folder: Path, tell: Tell) -> None:
         def said(progress: Progress) -> None:

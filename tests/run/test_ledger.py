@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from psgrad.errors import ConfigError, LedgerError, OutputError
 from psgrad.run import Ledger
-from psgrad.run.ledger_lines import has_begun, parse, require_same
+from psgrad.run.ledger_lines import has_begun, parse, require_same_run
 from tests.crashes import Ended, in_a_child
 
 HEADER = {
@@ -507,16 +507,17 @@ def test_ledger_resume_other_run_refused(tmp_path: Path) -> None:
         )
     assert refusal.value.exit_code == 2
     words = str(refusal.value)
-    assert "is that of another run: delta was 1e-05 and is 1e-06; scheme was {" in words
-    assert 'is {"scheme": "fixed"}; unit was null and is "row"' in words
+    assert "is that of another run: delta was 1e-05 and is 1e-06; scheme.scheme was " in words
+    assert 'is "fixed"' in words
+    assert 'unit was null and is "row"' in words
     assert "planned" not in words
     assert path.read_bytes() == before
 
 
 def test_ledger_refusal_hides_private_values() -> None:
-    require_same({"fingerprint": "abc", "rows": [1, 2]}, {"rows": (1, 2)}, "the data")
+    require_same_run({"fingerprint": "abc", "rows": [1, 2]}, {"rows": (1, 2)}, "the data")
     with pytest.raises(ConfigError, match="the data is that of another run: fingerprint differs") as refusal:
-        require_same({"fingerprint": "abc"}, {"fingerprint": "def"}, "the data", show=False)
+        require_same_run({"fingerprint": "abc"}, {"fingerprint": "def"}, "the data", show=False)
     assert "abc" not in str(refusal.value)
     assert "def" not in str(refusal.value)
 

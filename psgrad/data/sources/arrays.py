@@ -28,10 +28,10 @@ from psgrad.data.sources.file_checks import (
     require_rows,
     target_names,
 )
-from psgrad.data.sources.file_hashes import files_sha256
 from psgrad.data.sources.source import common_length
 from psgrad.data.targets import Labels
 from psgrad.errors import ConfigError, DataError
+from psgrad.run.identity import files_sha256
 
 
 class ArraySamples(Samples):

@@ -1,131 +1,167 @@
-"""Some rows of data files of tables, copied into one file: csv, jsonl, parquet, or lines of text."""
+"""Rows of a dataset with all their columns, as they are in its files, and files that they are written to."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from psgrad.config import DataConfig
+from psgrad.config.data import data_format
 from psgrad.data.sources.arrow_columns import errors_of_damage
 from psgrad.data.sources.file_checks import lines_of, open_text, text_lines
-from psgrad.data.sources.formats.csv import CSV, long_cells
-from psgrad.data.sources.formats.json import JSON, TXT, objects
-from psgrad.data.sources.source import BatchSource, LineSource, Source, source_for
+from psgrad.data.sources.formats.csv import long_cells
+from psgrad.data.sources.library_datasets import library_dataset
+from psgrad.data.sources.source import data_files
 from psgrad.errors import DataError
 
-Kept = npt.NDArray[np.bool_]
+Record = dict[str, Any]
+Rows: TypeAlias = "pa.Table | list[Record]"
+
+ROW_SUFFIXES = (".csv", ".jsonl", ".parquet")
+_ARROW = ("parquet", "arrow", "feather")
+_TEXT = ("csv", "tsv", "json", "jsonl", "txt")
 
 
-class KeptRows:
-    """Which of the next rows are kept, asked in order.
+def has_whole_rows(data: DataConfig) -> bool:
+    """Whether rows can be read with all columns: of tables, not of arrays, archives, images and code."""
+    if data.path is not None:
+        return data_format(data.paths[0]) in (*_ARROW, *_TEXT)
+    return data.dataset is not None and not data.streaming
+
+
+class RowFilter:
+    """Decides which rows are kept, asked once for each in their order.
 
     Args:
-        kept: [n] bool.
-        source: the data in words.
+        chosen: of a row's place, counted from 0, and of its group, whether it is kept.
+        group: the column of groups; None without one.
+
+    Attributes:
+        seen: how many rows there have been.
     """
 
-    def __init__(self, kept: Kept, source: str) -> None:
-        self._kept, self._source, self._at = kept, source, 0
+    def __init__(self, chosen: Callable[[int, Any], bool], group: str | None = None) -> None:
+        self._chosen, self.group, self.seen = chosen, group, 0
 
-    def next(self, count: int = 1) -> Kept:
-        """Which of the next `count` rows are kept, [count] bool. Raises DataError where fewer are left."""
-        found = self._kept[self._at : self._at + count]
-        self._at += count
-        if len(found) < count:
-            self.require_all()
-        return found
-
-    def require_all(self) -> None:
-        """Raises DataError unless just all rows were asked for."""
-        if self._at != len(self._kept):
-            raise DataError(
-                f"{self._source} has {'more' if self._at > len(self._kept) else 'fewer'} rows than the run's"
-                f" dataset, which had {len(self._kept):,}",
-                cause="the files were changed after the run",
-            )
+    def keeps(self, group: Any = None) -> bool:
+        """Whether the next row is kept."""
+        self.seen += 1
+        return self._chosen(self.seen - 1, group)
 
 
-def row_suffixes(source: Source) -> tuple[str, ...]:
-    """The suffixes of files into which rows of this format can be copied; none of arrays and archives."""
-    if isinstance(source, CSV):
-        return (".csv", ".tsv")
-    if isinstance(source, TXT):
-        return (".txt",)
-    if isinstance(source, LineSource | JSON):
-        return (".jsonl",)
-    return (".parquet",) if isinstance(source, BatchSource) else ()
-
-
-def copy_rows(files: Sequence[Path], kept: Kept, output: Path, file: BinaryIO) -> None:
-    """Write the rows of some files for which `kept` is true. output: a name with one of their row_suffixes.
-
-    Raises DataError where the files have another number of rows, or can't be in one file.
+def whole_rows(data: DataConfig, base: Path, rows: RowFilter) -> Rows:
+    """The kept rows of a dataset, in its order, with all columns; cells of csv are text, as they are spelled.
+    Raises DataError.
     """
-    rows = KeptRows(kept, ", ".join(map(str, files[:3])))
-    source = source_for(files[0])
-    with errors_of_damage(files[0], source.name):
-        if isinstance(source, CSV):
-            text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-            delimiter = "\t" if output.suffix.lower() == ".tsv" else ","
-            plain = csv.writer(text, delimiter=delimiter, lineterminator="\n")
-            quoted = csv.writer(text, delimiter=delimiter, lineterminator="\n", quoting=csv.QUOTE_ALL)
-            with long_cells():
-                for cells in _cells(files, source.delimiter, rows):
-                    # The plain one leaves a carriage return without quotes, which then ends the row.
-                    (quoted if any("\r" in cell for cell in cells) else plain).writerow(cells)
-            text.detach()  # it flushes, and leaves the file open
-        elif isinstance(source, BatchSource):
-            _copy_batches(source, files, rows, file)
-        else:
-            for line in (line for path in files for line in _lines(source, path)):
-                if rows.next()[0]:
-                    file.write(f"{line}\n".encode())
-    rows.require_all()
+    if data.dataset is not None:
+        table = library_dataset(data, base)
+        groups = [None] * len(table) if rows.group is None else table[rows.group]
+        kept = np.flatnonzero([rows.keeps(group) for group in groups])
+        return table.select(kept).with_format("arrow")[:]
+    tables: list[pa.Table] = []
+    records: list[Record] = []
+    for path in data_files(data, base):
+        with errors_of_damage(path, data_format(path)):
+            if data_format(path) in _ARROW:
+                tables.append(_kept_batches(path, rows))
+            else:
+                group = rows.group or ""
+                records += (record for record in _records(path) if rows.keeps(record.get(group)))
+    return pa.concat_tables(tables, promote_options="permissive") if tables else records
 
 
-def _lines(source: Source, path: Path) -> Iterator[str]:
-    """The rows of a file, a line each."""
-    if isinstance(source, JSON):
-        yield from (json.dumps(each, ensure_ascii=False) for each in objects(path))
-    else:
-        yield from (line for _, line in text_lines(path))
+def _kept_batches(path: Path, rows: RowFilter) -> pa.Table:
+    schema, batches = _batches(path)
+    kept = []
+    for batch in batches:
+        groups = [None] * len(batch) if rows.group is None else batch.column(rows.group).to_pylist()
+        kept.append(batch.filter(pa.array([rows.keeps(group) for group in groups], pa.bool_())))
+    return pa.Table.from_batches(kept, schema)
 
 
-def _cells(files: Sequence[Path], delimiter: str, kept: KeptRows) -> Iterator[list[str]]:
-    """The names of the columns, then the cells of each kept row as text, so that a number keeps its spelling.
-    Blank lines are no rows.
-    """
-    first: list[str] | None = None
-    for path in files:
+def _batches(path: Path) -> tuple[pa.Schema, Iterable[pa.RecordBatch]]:
+    """The schema of a file of Arrow's or Parquet's, and its rows, batch by batch."""
+    if data_format(path) == "parquet":
+        file = pq.ParquetFile(path)
+        return file.schema_arrow, file.iter_batches()
+    source = pa.memory_map(str(path))
+    try:
+        reader = pa.ipc.open_file(source)
+    except pa.ArrowInvalid:
+        source.seek(0)
+        stream = pa.ipc.open_stream(source)
+        return stream.schema, stream
+    return reader.schema, (reader.get_batch(number) for number in range(reader.num_record_batches))
+
+
+def _records(path: Path) -> Iterator[Record]:
+    """The rows of a file of text: values of JSON, else cells as text. Blank lines are no rows."""
+    kind = data_format(path)
+    if kind == "json":
         with open_text(path) as file:
-            rows = (cells for cells in csv.reader(lines_of(path, file), delimiter=delimiter) if cells)
-            names = next(rows, [])
-            if first is None:
-                first = names
-                yield names
-            elif names != first:
-                raise DataError(
-                    f"the header of {path} is not that of {files[0]}",
-                    expected="the same columns in the same order, as one file has one header",
-                )
-            yield from (cells for cells in rows if kept.next()[0])
+            found = json.load(file)
+        yield from found["data"] if isinstance(found, dict) else found
+    elif kind == "jsonl":
+        yield from (json.loads(line) for _, line in text_lines(path))
+    elif kind == "txt":
+        yield from ({"text": line} for _, line in text_lines(path))
+    else:
+        with open_text(path) as file, long_cells():
+            yield from csv.DictReader(lines_of(path, file), delimiter="\t" if kind == "tsv" else ",")
 
 
-def _copy_batches(source: BatchSource, files: Sequence[Path], kept: KeptRows, file: BinaryIO) -> None:
-    writer = None
-    for path in files:
-        with source.batches(path) as (schema, batches):
-            writer = writer or pq.ParquetWriter(file, schema)
-            for batch in batches:
-                rows = batch.filter(pa.array(kept.next(batch.num_rows)))
-                writer.write_table(pa.Table.from_batches([rows], schema=schema).cast(writer.schema))
-    if writer is not None:
-        writer.close()
+# -- what is written -----------------------------------------------------------------------------------------
+
+
+def content_of(rows: Rows, suffix: str) -> bytes:
+    """Rows as the content of a file that ends in .csv, .jsonl or .parquet. Raises DataError for values that
+    the format does not have.
+    """
+    if suffix == ".parquet":
+        try:
+            table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
+        except pa.ArrowException as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(
+                f"the rows can't be written as parquet: {reason}", next_step="write a .jsonl file"
+            ) from error
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer)
+        return buffer.getvalue()
+    records = rows.to_pylist() if isinstance(rows, pa.Table) else rows
+    if suffix == ".jsonl":
+        return "".join(f"{_json(record)}\n" for record in records).encode()
+    names = list(dict.fromkeys(name for record in records for name in record))
+    names = rows.column_names if isinstance(rows, pa.Table) else names
+    text = _csv(names, records, csv.QUOTE_MINIMAL)
+    # A cell with a carriage return is left bare, and readers would begin a new row inside it.
+    return (_csv(names, records, csv.QUOTE_ALL) if "\r" in text else text).encode()
+
+
+def _csv(names: Sequence[str], records: list[Record], quoting: Any) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n", quoting=quoting)
+    writer.writerow(names)
+    for record in records:
+        cells = (record.get(name) for name in names)
+        writer.writerow([_json(cell) if isinstance(cell, list | dict | bytes) else cell for cell in cells])
+    return text.getvalue()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=_as_text)
+
+
+def _as_text(value: Any) -> str:
+    """A value that JSON does not have, such as a date."""
+    if isinstance(value, bytes):
+        raise DataError("the rows hold bytes, such as images", next_step="write a .parquet file")
+    return str(value)

@@ -23,8 +23,8 @@ import pyarrow as pa
 
 from psgrad.data.sources.arrow_columns import common_schema, errors_of_damage, plain
 from psgrad.data.sources.file_checks import named_files
-from psgrad.data.sources.file_hashes import files_sha256
 from psgrad.run.host_files import pieces_wanted
+from psgrad.run.identity import files_sha256
 
 
 class TemporaryFolder:

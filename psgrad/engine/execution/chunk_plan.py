@@ -1,4 +1,4 @@
-"""What a pass over a chunk of samples will take before it runs; and the chunk that fits a budget."""
+"""The memory that a pass over a chunk of samples will take, and the chunk that fits a budget."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.execution.pass_costs import Like, PassCosts, trace_pass
-from psgrad.engine.gradients.costs import Machine
-from psgrad.engine.gradients.machine import machine
+from psgrad.engine.execution.pass_costs import Like, trace_pass
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.transforms.private_torch import tree_leaves, tree_map
 
@@ -26,13 +24,11 @@ class ChunkPlan:
     """What a chunk will take.
 
     Attributes:
-        seconds: by the constants of a typical device, to compare with another pass.
         peak_bytes: the most memory that the pass has at a time beyond the parameters and the chunk's own
             inputs; its results are in it.
         input_bytes: of the chunk's inputs and targets.
     """
 
-    seconds: float
     peak_bytes: int
     input_bytes: int
 
@@ -65,17 +61,7 @@ def plan_chunk(
         for x in tree_leaves(rows)
         if isinstance(x, (torch.Tensor, Like))
     )
-    on = machine(next(iter(params.values())).device)
-    return ChunkPlan(seconds_of(costs, on), costs.peak_bytes, given)
-
-
-def seconds_of(costs: PassCosts, on: Machine) -> float:
-    """What a pass takes on a machine, from its costs. Where calls return before their kernels are done, the
-    slower of Python and kernels counts.
-    """
-    kernels = sum(kernel.seconds(on) for kernel in costs.kernels)
-    python = costs.operators * on.operator_seconds + len(costs.kernels) * on.kernel_seconds
-    return max(kernels, python) if on.asynchronous else kernels + python
+    return ChunkPlan(costs.peak_bytes, given)
 
 
 def chunk_for(trace_at: Callable[[int], ChunkPlan], budget: int, most: int = 1024) -> int:

@@ -53,8 +53,9 @@ _register(ProjectedGradients, "rows", "norms")
 _register(Added, "value")
 _register(DeferredGradient, "terms")
 _register(Placed, "term")
+_OF_TENSORS = ("torch.Tensor", "tuple[torch.Tensor, ...]", "tuple[Placed, ...]")
 for _kind in Term.__subclasses__():
-    _register(_kind, *(field.name for field in fields(_kind) if field.type in ("torch.Tensor", "Term")))  # type: ignore[arg-type]
+    _register(_kind, *(field.name for field in fields(_kind) if field.type in _OF_TENSORS))  # type: ignore[arg-type]
 
 
 How = TypeVar("How", bound=Callable[..., Any])

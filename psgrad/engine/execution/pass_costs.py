@@ -1,9 +1,7 @@
-"""What a pass will take, found without running it: its kernels in order, and the memory that lives between
-them.
+"""The memory that a pass will take, found without running it.
 
-The function runs on tensors without values. Each kernel that it would run is entered with what it computes
-and moves; memory is counted from the moment a kernel makes it to the moment the last tensor on it is
-gone, which is when the pass itself would give it back.
+The function runs on tensors without values. Memory is counted from the moment a kernel makes it to the moment
+the last tensor on it is gone, which is when the pass itself would give it back.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 
 from psgrad import random_state
-from psgrad.engine.execution.kernel_costs import Kernel, kernel_of
+from psgrad.engine.execution.kernel_memory import workspace_of
 from psgrad.engine.gradients.terms.numerics import unchecked
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.private_torch import (
@@ -27,6 +25,7 @@ from psgrad.engine.transforms.private_torch import (
     FakeTensor,
     FakeTensorMode,
     buffer_store,
+    schema_of,
     storage_key,
     tree_leaves,
     tree_map,
@@ -56,8 +55,7 @@ class PassCosts:
     """What a call would do.
 
     Attributes:
-        kernels: in order.
-        operators: how many reached a level of the transforms, whose Python they cost.
+        kernels: the names of its operators, in order, without views.
         peak_bytes: the most memory that it has at a time, beyond its arguments and what it takes from
             outside; results are in it.
         result_bytes: what is left of that in the end.
@@ -65,8 +63,7 @@ class PassCosts:
         result: what it returned, tensors without values in it.
     """
 
-    kernels: tuple[Kernel, ...]
-    operators: int
+    kernels: tuple[str, ...]
     peak_bytes: int
     result_bytes: int
     argument_bytes: int
@@ -77,8 +74,8 @@ class _Account:
     """Counts the kernels, and the memory of their results for as long as a tensor uses it."""
 
     def __init__(self) -> None:
-        self.kernels: list[Kernel] = []
-        self.operators = self.bytes = self.peak = 0
+        self.kernels: list[str] = []
+        self.bytes = self.peak = 0
         self._seen: dict[int, list[int]] = {}  # storage -> its bytes, and how many tensors use it
         self._given: dict[
             int, torch.Tensor
@@ -93,13 +90,13 @@ class _Account:
         if isinstance(x, torch.Tensor) and storage_key(x.untyped_storage()) not in self._seen:
             self.given(x)
 
-    def enter(self, op: Op, args: Any, kwargs: Any, result: Any) -> None:
+    def enter(self, op: Op, args: Any, result: Any) -> None:
         """One kernel ran."""
         fresh = sum(self._enter(x) for x in tree_leaves(result) if isinstance(x, torch.Tensor))
-        kernel = kernel_of(op, args, kwargs, result, fresh)
-        self.kernels.append(kernel)
+        if fresh or schema_of(op).is_mutable:
+            self.kernels.append(schema_of(op).name.removeprefix("aten::"))
         self.bytes += fresh
-        self.peak = max(self.peak, self.bytes + kernel.workspace)
+        self.peak = max(self.peak, self.bytes + workspace_of(op, args, result))
 
     def _enter(self, x: torch.Tensor) -> int:
         """Bytes of memory that was not there before this tensor."""
@@ -125,9 +122,7 @@ class _Account:
     def costs(self, result: Any, arguments: Any) -> PassCosts:
         storages = (x.untyped_storage() for x in tree_leaves(arguments) if isinstance(x, torch.Tensor))
         given = {storage_key(storage): storage.nbytes() for storage in storages}
-        return PassCosts(
-            tuple(self.kernels), self.operators, self.peak, self.bytes, sum(given.values()), result
-        )
+        return PassCosts(tuple(self.kernels), self.peak, self.bytes, sum(given.values()), result)
 
 
 class _KernelCounter(DispatchMode):
@@ -148,7 +143,6 @@ class _KernelCounter(DispatchMode):
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, Tracer) for kind in types):
-            self.account.operators += 1
             return NotImplemented
         if op is not aten.lift_fresh.default:  # the result of torch.tensor(..) is not from outside
             args, kwargs = (
@@ -157,7 +151,7 @@ class _KernelCounter(DispatchMode):
             )
         result = op(*args, **(kwargs or {}))
         if op.namespace != "prim":  # a question about a tensor without values is not a kernel
-            self.account.enter(op, args, kwargs or {}, result)
+            self.account.enter(op, args, result)
         return result
 
 
@@ -170,13 +164,12 @@ class _Follower(DispatchMode):
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, Tracer) for kind in types):
-            self.account.operators += 1
             return NotImplemented
         kwargs = kwargs or {}
         for x in tree_leaves((args, kwargs)):
             self.account.given_unless_seen(x)
         result = op(*args, **kwargs)
-        self.account.enter(op, args, kwargs, result)
+        self.account.enter(op, args, result)
         return result
 
 

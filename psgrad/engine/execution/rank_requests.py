@@ -2,7 +2,7 @@
 
 For each other rank a thread of this one waits for its questions and answers them. It takes nothing that a
 computation holds, and waits for nobody but the rank that it answers, which waits for it. So no order in which
-ranks ask can end in a deadlock (docs/decisions/0053-sharded-weights.md).
+ranks ask can end in a deadlock.
 """
 
 from __future__ import annotations

@@ -22,15 +22,13 @@ from psgrad.engine.execution.chunk_plan import (
     chunk_for,
     chunk_for_factors,
     plan_chunk,
-    seconds_of,
 )
 from psgrad.engine.execution.chunk_replay import NOT_REPLAYED, PAYS_FROM
 from psgrad.engine.execution.ladder import why_without_programs
 from psgrad.engine.execution.memory import chunk_budget
-from psgrad.engine.execution.pass_costs import NotCapturable, observe_pass, trace_pass
+from psgrad.engine.execution.pass_costs import NotCapturable, observe_pass
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, PREDICTED_FROM, Stream
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.per_sample import BatchPass, per_sample_gradients, per_sample_square_norms
 from psgrad.ragged import Block
 
@@ -89,11 +87,6 @@ class RunPlan:
     why: str
     obstacle: str | None
 
-    @property
-    def unfactored(self) -> tuple[str, ...]:
-        """The parameters of which a value is held for each sample."""
-        return tuple(parameter.name for parameter in self.parameters if not parameter.factored)
-
 
 def plan_run(stream: Stream, rows: int) -> RunPlan:
     """What the stream's run over `rows` rows for norms will take. Reads and runs the first few rows, and no
@@ -114,7 +107,7 @@ def plan_run(stream: Stream, rows: int) -> RunPlan:
         why = "; ".join(stream.counts.reasons) or "programs of these rows would take longer"
     sizes = "of one size" if block.ragged is None else "of rows padded to few lengths"
     return RunPlan(
-        parameters=_parameters(stream, inputs, target, traceable=obstacle is None),
+        parameters=_parameters(stream, inputs, target),
         rows=rows,
         chunk_size=size,
         seconds=chunks * fixed + rows * each,
@@ -191,11 +184,10 @@ def _costs_at(stream: Stream, inputs: Any, target: Any) -> tuple[Callable[[int],
     except Exception as error:
         given = sum(x.numel() * x.element_size() for x in (*inputs, target) if x is not None)
         whole, count = observe_pass(norms, stream.params, inputs, target), len(inputs[0])
-        seconds = seconds_of(whole, machine(stream.device))
         why = str(error) if isinstance(error, NotCapturable) else f"{type(error).__name__}: {error}"
 
         def scaled(rows: int) -> ChunkPlan:
-            return ChunkPlan(seconds * rows / count, whole.peak_bytes * rows // count, given * rows // count)
+            return ChunkPlan(whole.peak_bytes * rows // count, given * rows // count)
 
         return scaled, why.partition("\n")[0]
     return traced_at, None
@@ -227,8 +219,10 @@ def _why_not_replayed(stream: Stream, chunks: int, block: Block) -> str | None:
     )
 
 
-def _parameters(stream: Stream, inputs: Any, target: Any, *, traceable: bool) -> tuple[ParameterCosts, ...]:
-    """The terms of each parameter's gradient and how their norms are taken, of the first rows."""
+def _parameters(stream: Stream, inputs: Any, target: Any) -> tuple[ParameterCosts, ...]:
+    """The terms of each parameter's gradient and how their norms are taken, of the first row: one row agrees
+    with itself on every branch.
+    """
     found: dict[str, ParameterCosts] = {}
 
     def note(name: str, gradient: DeferredGradient) -> None:
@@ -248,13 +242,7 @@ def _parameters(stream: Stream, inputs: Any, target: Any, *, traceable: bool) ->
             not gradient.lost_at,
         )
 
-    def look(params: Any, inputs: Any, target: Any) -> None:
-        in_dims = (0, None if target is None else 0)
-        BatchPass(stream.loss, params, (inputs, target), in_dims, True, stream.randomness).run(note)
-
-    if traceable:
-        trace_pass(look, stream.params, inputs, target)
-    else:  # one row agrees with itself on every branch
-        one = tuple(x[:1] for x in inputs), None if target is None else target[:1]
-        look(stream.params, *one)
+    one = tuple(x[:1] for x in inputs), None if target is None else target[:1]
+    in_dims = (0, None if target is None else 0)
+    BatchPass(stream.loss, stream.params, one, in_dims, True, stream.randomness).run(note)
     return tuple(found[name] for name in stream.params)

@@ -1,7 +1,7 @@
 """Where the numbers of a weight lie: in memory, in fewer bits, or in a file that is read and not mapped.
 
 A file is read where a mapping of it would do as well, because a disk that fails or a file that was cut then
-is an error that can be named; a mapping would end the process (see docs/decisions/0052-offloaded-weights.md).
+is an error that can be named; a mapping would end the process.
 """
 
 from __future__ import annotations

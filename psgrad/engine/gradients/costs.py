@@ -55,7 +55,6 @@ class Machine:
         operator_seconds: of the Python code of one operator in the transforms, in both passes, if a pass is
             not replayed.
         kernel_seconds: of the Python code around one kernel, likewise.
-        asynchronous: whether calls return before their kernels are done, so that Python and kernels overlap.
     """
 
     product: float
@@ -72,7 +71,6 @@ class Machine:
     call_seconds: float
     operator_seconds: float
     kernel_seconds: float
-    asynchronous: bool
 
     def product_rate(self, dtype: torch.dtype) -> float:
         """Operations a second of a large matrix product."""

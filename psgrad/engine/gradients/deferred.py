@@ -7,17 +7,17 @@ Each query runs for one group after the other, and no factor is padded to the po
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 
 from psgrad.engine.gradients.layout import AxisLayout
-from psgrad.engine.gradients.terms import Dense, Multiples, Term, narrow
+from psgrad.engine.gradients.terms import Dense, Image, Term, narrow
 from psgrad.engine.gradients.terms import Placed as Placed
+from psgrad.engine.gradients.terms.placed import oriented as oriented
 from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.ragged import padded_and_joined
@@ -111,26 +111,6 @@ class DeferredGradient:
         return total.to(self.dtype)
 
 
-def oriented(placed: Placed) -> Term | None:
-    """The term with its elements in the parameter's order, transposed if necessary; None if they are in
-    another order, or in a part of the parameter.
-    """
-    term, layout = placed.term, placed.layout
-    if layout.window is not None:
-        return None
-    order = [i for i in layout.order if layout.atoms[i] != 1]
-    if order == sorted(order):
-        return term
-    swapped = term.transposed()
-    if swapped is None:
-        return None
-    height = term.shape[-2]
-    rows = [i for i in sorted(order) if math.prod(layout.atoms[: i + 1]) <= height]
-    columns = [i for i in sorted(order) if i not in rows]
-    whole = order == columns + rows and math.prod(layout.atoms[i] for i in rows) == height
-    return swapped if whole else None
-
-
 def oriented_if_free(placed: Placed) -> Placed:
     """The term with its elements in the parameter's order if this needs no computation, so that the terms of
     a weight and of its transpose can be merged; else unchanged.
@@ -167,15 +147,19 @@ def term_of(batch: Batch, value: torch.Tensor) -> Term:
     """A value [n, *shape] of the batch, or [*shape] of all samples, as a term: stored, shared, or constant
     along some axes.
     """
+    shape = tuple(value.shape)
     if not batch.is_mapped(value):
-        return Multiples(
-            torch.ones(batch.size, *(1,) * value.dim(), dtype=value.dtype, device=value.device), value
-        )
+        ones = Dense(torch.ones(batch.size, *(1,) * value.dim(), dtype=value.dtype, device=value.device))
+        return Image((Placed.plain(ones),), (value,), torch.mul, shape)
     physical = batch.physical(value)
     coefficients = narrow(physical)
     if coefficients.shape == physical.shape:
         return Dense(physical)
-    return Multiples(coefficients, torch.ones((), dtype=value.dtype, device=value.device).expand(value.shape))
+    return Image((Placed.plain(Dense(coefficients)),), (), partial(_expanded, shape), shape)
+
+
+def _expanded(shape: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
+    return values.expand(len(values), *shape)
 
 
 SampleIndices = torch.Tensor

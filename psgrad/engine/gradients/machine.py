@@ -29,7 +29,6 @@ _CPU = Machine(
     call_seconds=1e-6,
     operator_seconds=5e-5,
     kernel_seconds=5e-6,
-    asynchronous=False,
 )
 # A GPU of a data centre of 2023, between an A100 and an H200: the rates of large products and of memory from
 # its maker, reduced to what kernels reach, the others timed with benchmarks/gpu.py.
@@ -48,7 +47,6 @@ _GPU = Machine(
     call_seconds=3e-6,
     operator_seconds=6e-5,
     kernel_seconds=6e-6,
-    asynchronous=True,
 )
 # The threads that one memory has enough of.
 _MEMORY_THREADS = 4

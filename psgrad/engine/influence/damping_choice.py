@@ -2,7 +2,7 @@
 removal of parts of the training set changes the losses of other rows as predicted.
 
 A step that is too long for its quadratic model does not do what it predicts. At weights that are far from a
-minimum that is so with a damping that serves trained weights well (decision 0072).
+minimum that is so with a damping that serves trained weights well (decision 0018).
 """
 
 from __future__ import annotations

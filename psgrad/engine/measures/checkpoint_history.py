@@ -13,18 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from psgrad.engine.execution.objective import Summary
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.memory import chunk_budget
+from psgrad.engine.execution.objective import Objective, Summary
 from psgrad.engine.gradients.terms import accumulating
-from psgrad.engine.measures.checkpoint_passes import require_checkpoints as require_checkpoints
-from psgrad.engine.measures.checkpoint_passes import require_labels as require_labels
-from psgrad.engine.measures.measure import Arrays
+from psgrad.engine.measures.measure import Arrays, CheckpointModel, Measure, Setting
+from psgrad.errors import MeasureError
 
 _PREFIX = "moments"
 
 
-def column(name: str, first: int) -> str:
-    """The column of one pass, which begins at this checkpoint."""
-    return f"{_PREFIX}.{name}.{first}"
+def column(name: str, checkpoint: int) -> str:
+    """The column of the pass at a checkpoint, counted from 0."""
+    return f"{_PREFIX}.{name}.{checkpoint}"
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,13 @@ class History:
 
     @classmethod
     def of(cls, names: Sequence[str], rows: Mapping[str, torch.Tensor]) -> History:
-        """From the columns of all passes over the checkpoints, name -> [n, checkpoints of the pass]."""
-        parts: dict[str, dict[int, torch.Tensor]] = {}
-        for key, values in rows.items():
-            prefix, _, rest = key.partition(".")
-            if prefix == _PREFIX:
-                name, _, first = rest.rpartition(".")
-                parts.setdefault(name, {})[int(first)] = values
+        """From the columns [n] of the passes at all checkpoints."""
+        found = {key.split(".")[1] for key in rows if key.startswith(f"{_PREFIX}.")}
         return cls(
             names,
             {
-                name: torch.cat([by_start[first] for first in sorted(by_start)], 1)
-                for name, by_start in parts.items()
+                name: torch.stack([rows[column(name, t)] for t in range(len(names))], 1)
+                for name in sorted(found)
             },
         )
 
@@ -76,9 +72,6 @@ class History:
         """checkpoint -> how many samples are not finite there, of those where some are."""
         counts = (~self.finite).sum(0).tolist()
         return {name: count for name, count in zip(self.names, counts, strict=True) if count}
-
-
-__all__ = ["History", "require_checkpoints", "require_labels"]
 
 
 # Below it, the ranks have less than a quarter of their variance in common.
@@ -195,3 +188,71 @@ def _of_one_probability(output: torch.Tensor, target: torch.Tensor) -> Arrays:
         "right": right,
         "prediction": probability,
     }
+
+
+class Resident:
+    """The checkpoints' objectives; loaded once if all of them fit the memory budget of a chunk, else at each
+    use.
+
+    Attributes:
+        stay: whether they stay in memory.
+    """
+
+    def __init__(self, checkpoints: Sequence[CheckpointModel], examples: Examples) -> None:
+        self._checkpoints = checkpoints
+        model = examples.objective.model
+        size = sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
+        self.stay = size * len(checkpoints) <= chunk_budget(examples.device, examples.options.get("memory"))
+        self._loaded: dict[int, Objective] = {}
+
+    def at(self, t: int) -> Objective:
+        """The model and loss at checkpoint t, counted from 0."""
+        if t not in self._loaded:
+            if not self.stay:
+                self._loaded.clear()
+            self._loaded[t] = self._checkpoints[t].objective()
+        return self._loaded[t]
+
+
+def require_checkpoints(measure: Measure, setting: Setting, least: int, why: str) -> None:
+    """Raises MeasureError where there are fewer than `least` checkpoints; `why` says what is wrong with
+    fewer.
+    """
+    count = len(setting.checkpoints)
+    if count < least:
+        raise MeasureError(
+            f"the measure {measure.name} looks at several checkpoints, and analyze.checkpoints lists"
+            f" {count or 'none'}",
+            expected=f"at least {least}: {why}",
+            cause=(
+                "model.checkpoint is the one model that everything else is measured at; it is not counted"
+                if count < 2
+                else None
+            ),
+            next_step=(
+                f"list a training run's files, in order, in analyze.checkpoints; or take {measure.name} out"
+                " of analyze.measures"
+            ),
+        )
+
+
+def require_labels(measure: Measure, setting: Setting) -> None:
+    """Raises MeasureError where a prediction can't be right or wrong: the loss has no labels."""
+    if setting.kind in ("class", "token", "binary"):
+        targets = setting.targets
+        if targets is None:  # they come with the rows, and the first one shows their kind
+            targets = setting.examples.stream.read(0, 1).target
+        if setting.kind == "binary" or targets is None or not targets.is_floating_point():
+            return
+    words = {"value": "a value to come near to", "custom": "a form of its own"}
+    raise MeasureError(
+        f"the measure {measure.name} asks whether a prediction is right, and this loss has"
+        f" {words.get(setting.kind, 'soft labels')}",
+        expected=(
+            "a loss over labels: cross_entropy, nll or token_cross_entropy with whole numbers, or"
+            " bce_with_logits"
+        ),
+        next_step=(
+            f"take {measure.name} out of analyze.measures; trajectory follows the loss itself, whatever it is"
+        ),
+    )

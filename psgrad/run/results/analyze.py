@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pandas as pd
 from psgrad.config.values import names_in_condition
 from psgrad.errors import ConfigError
 from psgrad.run.results.check import CheckResult
+from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import ShortRepr, first_line
 
 
@@ -109,12 +110,12 @@ class AnalyzeResult(ShortRepr):
     maps of attribution, if the dataset has one; `special_tokens` are those of them that are no part of a
     text.
 
-    `manifest` is what manifest.json holds; `psgrad.run.results.manifest.read_manifest` gives it typed.
+    `manifest` is what manifest.json holds.
     """
 
     samples: pd.DataFrame
     parameters: pd.DataFrame
-    manifest: dict[str, Any]
+    manifest: RunManifest
     folder: Path
     top_inputs: list[TopSample] = field(default_factory=list)
     class_names: list[str] | None = None
@@ -172,24 +173,3 @@ def rows_where(frame: pd.DataFrame, condition: str, option: str) -> np.ndarray[A
             expected="a comparison of a column with a value, such as loss > 2",
         )
     return found.to_numpy(bool)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of one phase of a run: `done` of `total` units (total 0: not known).
-
-    `message` is a line to show; with a total of 0 there is only the message, and the present phase goes on.
-    `unit` is what is counted, `detail` a number that is shown beside the count, or, with a total of
-    0, in its place.
-    """
-
-    done: int
-    total: int
-    phase: str
-    message: str | None = None
-    unit: str = "sample"
-    detail: str = ""
-
-
-Say = Callable[[Progress], None]
-"""Shows how far a run has come."""

@@ -14,6 +14,7 @@ import pandas as pd
 
 from psgrad.run.results.analyze import TopSample, disagrees
 from psgrad.run.results.influence_details import QuestionTables, TokenPair
+from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import ShortRepr
 
 Array = np.ndarray[Any, Any]
@@ -167,14 +168,13 @@ class InfluenceResult(ShortRepr):
     fit (damping, residual, iterations, spectrum), for each checkpoint; `warnings` are for people. `questions`
     has the answers about groups and contrasts. `evaluations` has what earlier evaluations of the
     same scores found, kind -> its part of evaluation.json. `tokens` has the ranked pairs of the
-    shown queries token by token, with `level: token`. `manifest` is what manifest.json holds: see
-    `psgrad.run.results.manifest`.
+    shown queries token by token, with `level: token`. `manifest` is what manifest.json holds.
     """
 
     scores: pd.DataFrame
     queries: pd.DataFrame
     training: pd.DataFrame
-    manifest: dict[str, Any]
+    manifest: RunManifest
     folder: Path
     method: str
     unit: str
@@ -310,17 +310,9 @@ EVALUATION_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "lds": ("mean", "low", "high", "ahead", "ahead_low", "ahead_high", "undefined", "damping"),
     "loo": ("pearson", "low", "high", "spearman", "slope", "intercept", "pooled", "undefined"),
     "removal": ("removed", "rise", "low", "high", "ahead", "ahead_low", "ahead_high"),
-    "curve": (
-        *("side", "removed", "rise", "low", "high", "predicted"),
-        *("ahead", "ahead_low", "ahead_high"),
-    ),
 }
-# The kinds whose table has several rows of each method: one a number of removed examples.
-CURVES = ("removal", "curve")
 # The main column of each kind.
-HEADLINE: Mapping[str, str] = {"lds": "mean", "loo": "pearson", "removal": "rise", "curve": "rise"}
-# The control without any information.
-RANDOM = "random"
+HEADLINE: Mapping[str, str] = {"lds": "mean", "loo": "pearson", "removal": "rise"}
 # Columns that stand in evaluation.json as one list.
 _INTERVALS = {"low": ("interval", "high"), "ahead_low": ("ahead_interval", "ahead_high")}
 
@@ -330,9 +322,9 @@ class EvaluationResult(ShortRepr):
     """The results of the methods.
 
     Attributes:
-        kind: 'lds', 'loo', 'removal' or 'curve'.
+        kind: 'lds', 'loo' or 'removal'.
         method: the config's, with which the others are compared.
-        table: one row a method or control (of CURVES, one a number of removed examples, too), with
+        table: one row a method or control (of removal, one a number of removed examples, too), with
             `method`, `control` (bool) and EVALUATION_COLUMNS of the kind. Missing numbers are NaN.
         facts: of the evaluation as a whole (numbers of models, the noise ceiling, how many queries), by the
             names of evaluation.json.
@@ -356,7 +348,7 @@ class EvaluationResult(ShortRepr):
     points: pd.DataFrame = field(default_factory=pd.DataFrame)
     curves: dict[str, dict[float, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    manifest: dict[str, Any] = field(default_factory=dict)
+    manifest: RunManifest = field(default_factory=RunManifest)
 
 
 def evaluation_content(result: EvaluationResult) -> dict[str, Any]:
@@ -368,7 +360,7 @@ def evaluation_content(result: EvaluationResult) -> dict[str, Any]:
     for row in result.table.to_dict("records"):
         values = _values(result.kind, {str(key): value for key, value in row.items()})
         name = str(row["method"])
-        if result.kind in CURVES:
+        if result.kind == "removal":
             entry = methods.setdefault(name, {"control": bool(row["control"]), "curve": []})
             entry["curve"].append(values)
         else:

@@ -1,30 +1,23 @@
 """The content of manifest.json as typed values. `psgrad/run/folders.py` stores and loads the file.
 
-The fields of each class are the keys of the file, in its order. `content_of` gives what is written.
-`read_manifest` reads it: a key that is missing or null, as in runs of earlier versions, has its default.
+The fields of each class are the keys of the file, in its order; what is None is not written, and a key that
+is not there has its default.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
+from psgrad.errors import DataError
 from psgrad.wording import unit_of_loss
 
 UNKNOWN_UNIT = "unit of the loss"
-
-
-# Metadata of a field whose key is left out of the file: `written` is asked with the object and the value.
-OPTIONAL: dict[str, Any] = {"written": lambda _, value: value is not None}
-_ORIGIN: dict[str, Any] = {"written": lambda model, _: model.origin != ModelOrigin()}
-_REPLAY: dict[str, Any] = {"written": lambda engine, _: engine.chunks_replayed is not None}
-_CHECK: dict[str, Any] = {"written": lambda facts, _: facts.predicts_removal and facts.fit is not None}
-_GAP: dict[str, Any] = {"written": lambda _, gap: gap.rows is not None}
-_LIMIT: dict[str, Any] = {"written": lambda run, _: run.identity is not None}
 
 
 @dataclass(frozen=True)
@@ -39,7 +32,7 @@ class LossAgreement:
     shared: int | None = None
     top_overlap: float | None = None
     words: str = ""
-    expected: float | None = field(default=None, metadata=OPTIONAL)
+    expected: float | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,7 @@ class OutlierFacts:
     resolution: str | None = None
     counts: OutlierCounts = OutlierCounts()
     loss_agreement: LossAgreement = LossAgreement()
-    gap: ScoreGap = field(default=ScoreGap(), metadata=_GAP)
+    gap: ScoreGap = ScoreGap()
     separability: Separability = Separability()
     robust_z: dict[str, Any] = field(default_factory=dict)
     caveats: list[str] = field(default_factory=list)
@@ -151,9 +144,6 @@ class OutlierFacts:
         return self.decided_by == "reference"
 
 
-_PRETRAINED: dict[str, Any] = {"written": lambda origin, _: origin.pretrained is not None}
-
-
 @dataclass(frozen=True)
 class ModelOrigin:
     """Where a model that no factory built came from: a pretrained one, or one of timm.
@@ -162,14 +152,14 @@ class ModelOrigin:
     timm: the model's name there; version: of timm.
     """
 
-    pretrained: str | None = field(default=None, metadata=_PRETRAINED)
-    folder: str | None = field(default=None, metadata=_PRETRAINED)
-    commit: str | None = field(default=None, metadata=_PRETRAINED)
-    task: str | None = field(default=None, metadata=_PRETRAINED)
-    adapters: list[str] = field(default_factory=list, metadata=_PRETRAINED)
-    dtype: str | None = field(default=None, metadata=_PRETRAINED)
-    timm: str | None = field(default=None, metadata=OPTIONAL)
-    version: str | None = field(default=None, metadata=OPTIONAL)
+    pretrained: str | None = None
+    folder: str | None = None
+    commit: str | None = None
+    task: str | None = None
+    adapters: list[str] = field(default_factory=list)
+    dtype: str | None = None
+    timm: str | None = None
+    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -185,7 +175,7 @@ class ModelFacts:
     sha256: str | None = None
     notes: list[str] = field(default_factory=list)
     modules_imported: list[str] = field(default_factory=list)
-    origin: ModelOrigin = field(default=ModelOrigin(), metadata=_ORIGIN)
+    origin: ModelOrigin = ModelOrigin()
 
     @property
     def name(self) -> str | None:
@@ -201,7 +191,7 @@ class DataFacts:
 
     source: Path | str | None = None
     fingerprint: str | None = None
-    files: list[str] | None = field(default=None, metadata=OPTIONAL)
+    files: list[str] | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -217,17 +207,17 @@ class EngineFacts:
     device: str | None = None
     dtype: str | None = None
     threads: int | None = None
-    parameters: str | None = field(default=None, metadata=OPTIONAL)
-    shard_ranks: int | None = field(default=None, metadata=OPTIONAL)
-    recomputed: list[str] | None = field(default=None, metadata=OPTIONAL)
-    processes: int | None = field(default=None, metadata=OPTIONAL)
-    chunk_size: int | None = field(default=None, metadata=OPTIONAL)
-    out_of_memory_retries: int | None = field(default=None, metadata=OPTIONAL)
-    chunks: int | None = field(default=None, metadata=OPTIONAL)
-    chunks_replayed: int | None = field(default=None, metadata=OPTIONAL)
-    replayed_by: str | None = field(default=None, metadata=_REPLAY)
-    not_replayed: str | None = field(default=None, metadata=OPTIONAL)
-    materialised: list[str] | None = field(default=None, metadata=OPTIONAL)
+    parameters: str | None = None
+    shard_ranks: int | None = None
+    recomputed: list[str] | None = None
+    processes: int | None = None
+    chunk_size: int | None = None
+    out_of_memory_retries: int | None = None
+    chunks: int | None = None
+    chunks_replayed: int | None = None
+    replayed_by: str | None = None
+    not_replayed: str | None = None
+    materialised: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -238,25 +228,25 @@ class SelfCheckFacts:
     """
 
     samples: int = 0
-    reason: str | None = field(default=None, metadata=OPTIONAL)
-    rows: list[int] | None = field(default=None, metadata=OPTIONAL)
-    worst_relative_error: float | None = field(default=None, metadata=OPTIONAL)
-    worst_error_of_autocast: float | None = field(default=None, metadata=OPTIONAL)
-    worst_norm_error_of_autocast: float | None = field(default=None, metadata=OPTIONAL)
+    reason: str | None = None
+    rows: list[int] | None = None
+    worst_relative_error: float | None = None
+    worst_error_of_autocast: float | None = None
+    worst_norm_error_of_autocast: float | None = None
 
 
 @dataclass(frozen=True)
 class Counts:
     """How many rows a run read, of how many; and for a failed run, how many it had finished."""
 
-    samples: int | None = field(default=None, metadata=OPTIONAL)
-    nonfinite: int | None = field(default=None, metadata=OPTIONAL)
-    in_dataset: int | None = field(default=None, metadata=OPTIONAL)
-    training_examples: int | None = field(default=None, metadata=OPTIONAL)
-    training_nonfinite: int | None = field(default=None, metadata=OPTIONAL)
-    queries: int | None = field(default=None, metadata=OPTIONAL)
-    queries_nonfinite: int | None = field(default=None, metadata=OPTIONAL)
-    finished_samples: int | None = field(default=None, metadata=OPTIONAL)
+    samples: int | None = None
+    nonfinite: int | None = None
+    in_dataset: int | None = None
+    training_examples: int | None = None
+    training_nonfinite: int | None = None
+    queries: int | None = None
+    queries_nonfinite: int | None = None
+    finished_samples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -270,9 +260,9 @@ class LabelFacts:
     rows: int = 0
     agree: int = 0
     of: str = "labels"
-    chance: float | None = field(default=None, metadata=OPTIONAL)
-    order: list[Any] | None = field(default=None, metadata=OPTIONAL)
-    agree_in_order: int | None = field(default=None, metadata=OPTIONAL)
+    chance: float | None = None
+    order: list[Any] | None = None
+    agree_in_order: int | None = None
 
 
 @dataclass(frozen=True)
@@ -291,15 +281,15 @@ class InfluenceFacts:
     predicts_removal: bool | None = None
     measurement: str | None = None
     normalize: str | None = None
-    average: str | None = field(default=None, metadata=OPTIONAL)
+    average: str | None = None
     parameters: list[str] = field(default_factory=list)
     coverage: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     queries: dict[str, Any] = field(default_factory=dict)
-    check: dict[str, Any] | None = field(default=None, metadata=_CHECK)
-    fit: list[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
-    search: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
-    warnings: list[str] | None = field(default=None, metadata=OPTIONAL)
+    check: dict[str, Any] | None = None
+    fit: list[dict[str, Any]] | None = None
+    search: dict[str, Any] | None = None
+    warnings: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -329,20 +319,20 @@ class RunManifest:
     engine: EngineFacts = EngineFacts()
     self_check: SelfCheckFacts = SelfCheckFacts()
     contains_private_statistics: bool = True
-    identity: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
-    run: str | None = field(default=None, metadata=OPTIONAL)
-    limit: int | float | None = field(default=None, metadata=_LIMIT)
-    sampled_by: int | None = field(default=None, metadata=OPTIONAL)
-    outliers: OutlierFacts | None = field(default=None, metadata=OPTIONAL)
-    labels: LabelFacts | None = field(default=None, metadata=OPTIONAL)
+    identity: dict[str, Any] | None = None
+    run: str | None = None
+    limit: int | float | None = None
+    sampled_by: int | None = None
+    outliers: OutlierFacts | None = None
+    labels: LabelFacts | None = None
     influence: InfluenceFacts = InfluenceFacts()
-    evaluation: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    evaluation: dict[str, Any] | None = None
     counts: Counts = Counts()
-    ranks: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    ranks: dict[str, Any] | None = None
     timings: dict[str, float] = field(default_factory=dict)
-    state: str | None = field(default=None, metadata=OPTIONAL)
-    error: str | None = field(default=None, metadata=OPTIONAL)
-    finished: str | None = field(default=None, metadata=OPTIONAL)
+    state: str | None = None
+    error: str | None = None
+    finished: str | None = None
 
     @property
     def loss(self) -> Any:
@@ -385,53 +375,48 @@ class RunManifest:
 
     def content(self) -> dict[str, Any]:
         """What the file holds. Parts of a run that has none of them are left out."""
-        result = content_of(self)
-        return {key: value for key, value in result.items() if value or key not in _PARTS}
+        empty = {name for name in _PARTS if getattr(self, name) == getattr(RunManifest(), name)}
+        content: dict[str, Any] = content_of(self)
+        return {key: value for key, value in content.items() if key not in empty}
 
 
 # Parts of the manifest that are left out while they are empty.
 _PARTS = ("influence", "counts", "timings")
 
 
-def content_of(value: Any) -> Any:
-    """The keys and values that are written of an object: an object inside that says nothing is null."""
-    if isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
-        return {key: content_of(each) for key, each in value.items()}
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return value
-    result = {}
-    for each in dataclasses.fields(value):
-        inner = getattr(value, each.name)
-        written = each.metadata.get("written")
-        if written is not None and not written(value, inner):
-            continue
-        empty = dataclasses.is_dataclass(inner) and inner == each.default
-        result[each.name] = None if empty else content_of(inner)
-    return result
-
-
-def read_manifest(content: Mapping[str, Any]) -> RunManifest:
-    """The content of manifest.json as typed values."""
-    return read(RunManifest, content)
+def read_manifest(content: Mapping[str, Any], file: Path | str = "manifest.json") -> RunManifest:
+    """The content of manifest.json as typed values. Raises DataError for values of other types."""
+    return read(RunManifest, content, str(file))
 
 
 T = TypeVar("T")
 
 
-def read(kind: type[T], content: Any) -> T:
-    """A dataclass from what JSON holds: unknown keys are left out, missing and null ones are the default."""
-    given = content if isinstance(content, Mapping) else {}
-    hints = get_type_hints(kind)
-    given_names = [each.name for each in dataclasses.fields(kind) if given.get(each.name) is not None]  # type: ignore[arg-type]
-    return kind(**{name: _value(hints[name], given[name]) for name in given_names})
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
-def _value(hint: Any, value: Any) -> Any:
-    if isinstance(hint, UnionType):
-        hint = get_args(hint)[0]
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return read(hint, value)
-    inner = get_args(hint)[1] if get_origin(hint) is dict else None
-    if dataclasses.is_dataclass(inner) and isinstance(inner, type):
-        return {str(key): read(inner, each) for key, each in value.items()} if isinstance(value, dict) else {}
-    return value
+def content_of(value: Any) -> Any:
+    """The keys and values that are written of a dataclass, without those that are None."""
+    kind: Any = type(value)
+    return _adapter(kind).dump_python(value, exclude_none=True, warnings=False)
+
+
+def read(kind: type[T], content: Any, name: str = "manifest.json") -> T:
+    """A dataclass from what JSON holds; unknown keys are left out. name: of the file.
+
+    Raises DataError for values of other types.
+    """
+    hashable: Any = kind
+    try:
+        found: T = _adapter(hashable).validate_python(content)
+        return found
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "its content"
+        raise DataError(
+            f"{name} can't be read: {place}: {first['msg']}",
+            expected="the file as psgrad wrote it",
+            next_step="run the command again that wrote it",
+        ) from error

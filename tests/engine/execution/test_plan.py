@@ -72,7 +72,6 @@ def hold_peak_against_the_allocator(
     measured = allocated(lambda: way(objective.params, inputs, target), device)
     assert abs(predicted.peak_bytes - measured) <= MEMORY_BAR * measured, (predicted.peak_bytes, measured)
     assert predicted.input_bytes == sum(x.numel() * x.element_size() for x in (*inputs, target))
-    assert predicted.seconds > 0
 
 
 PASSES = pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_memory_is_counted_from_the_first_to_the_last_look(device: torch.device)
     assert 12000 <= costs.peak_bytes <= 12000 + 3 * 512
     assert costs.argument_bytes == 4000
     assert costs.result_bytes == 8
-    assert [kernel.name for kernel in costs.kernels if not kernel.is_view] == [
+    assert list(costs.kernels) == [
         "add",
         "mul",
         "_to_copy",
@@ -211,7 +210,7 @@ def test_the_largest_chunk_that_fits(fixed: int, each: int, rows: int, budget: i
 
     def at(n: int) -> ChunkPlan:
         asked.append(n)
-        return ChunkPlan(0.0, fixed + each * n, rows * n)
+        return ChunkPlan(fixed + each * n, rows * n)
 
     def size(n: int) -> int:
         return fixed + (each + rows) * n
@@ -233,7 +232,7 @@ def test_a_chunk_fits_where_memory_bends(block: int, each: int, budget: int) -> 
     def size(n: int) -> int:
         return each * n + min(block, 4 * each * n)
 
-    chunk = chunk_for(lambda n: ChunkPlan(0.0, size(n), 0), budget)
+    chunk = chunk_for(lambda n: ChunkPlan(size(n), 0), budget)
     assert chunk == 1 or size(chunk) <= budget
     assert chunk == 1024 or size(2 * chunk + 8) > budget  # and is no small share of what would
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import AxisLayout
-from psgrad.engine.gradients.terms import Dense, Multiples, Product, Rows, Term
+from psgrad.engine.gradients.terms import Dense, Image, Product, Rows, Term
 
 N, POSITIONS, ROWS, COLUMNS = 3, 4, 5, 6
 SHAPE = torch.Size((ROWS, COLUMNS))
@@ -36,7 +36,12 @@ def cancelling(pair: str, left: Tensor, right: Tensor, rest: Tensor) -> list[Ter
         index = torch.arange(N * POSITIONS).reshape(N, POSITIONS) % ROWS
         first = Rows(index, right.squeeze(1), ROWS)
     elif pair == "multiples, value":
-        first = Multiples(left[:, 0, :1, :1], right[0, 0, 0].expand(SHAPE))
+        first = Image(
+            (Placed.plain(Dense(left[:, 0, :1, :1])),),
+            (right[0, 0, 0].expand(SHAPE),),
+            torch.mul,
+            tuple(SHAPE),
+        )
     return [first, Dense(-first.materialise().reshape(N, *SHAPE) * (1 + rest.reshape(N, 1, 1)))]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, per_sample_square_norms
 from psgrad.engine.gradients.deferral import DeferredGradient
 from psgrad.engine.gradients.per_sample import BatchPass
+from psgrad.engine.gradients.terms import BLOCK_BYTES
 from psgrad.engine.transforms import functional_call, jvp
 from psgrad.errors import TransformError
 from tests.engine.gradients.agreement import LargestTensor
@@ -178,7 +179,7 @@ PROGRAMS: dict[str, Program] = {
         kinds={"w": "Product + Product"},
     ),
     "heads of a projection": of(
-        lambda x, w: F.linear(x, w.view(2, 3, 4)[:, :2].flatten(0, 1)), w=(6, 4), kinds={"w": "Product"}
+        lambda x, w: F.linear(x, w.view(2, 3, 4)[:, :2].flatten(0, 1)), w=(6, 4), kinds={"w": "Image"}
     ),
     "narrow": of(lambda x, w: F.linear(x, w.narrow(0, 1, 2)), w=(6, 4), kinds={"w": "Product"}),
     # -- joined weights
@@ -192,26 +193,26 @@ PROGRAMS: dict[str, Program] = {
         lambda x, v, w: F.linear(x, torch.cat([v, w], 1)),
         v=(5, 1),
         w=(5, 3),
-        kinds={"v": "Dense", "w": "Product"},
+        kinds={"v": "Product", "w": "Product"},
     ),
     "stacked": of(
         lambda x, v, w: torch.einsum("i,hoi->ho", x, torch.stack([v, w])),
         v=(5, 4),
         w=(5, 4),
-        kinds={"v": "Product", "w": "Product"},
+        kinds={"v": "Image", "w": "Image"},
     ),
     "padded": of(lambda x, w: F.linear(x, F.pad(w, (1, 0, 0, 2))), w=(3, 3), kinds={"w": "Product"}),
     # -- relabelled
     "transpose": of(lambda x, w: x @ w, (2, 4), w=(4, 5), kinds={"w": "Product"}),
     "from a vector": of(lambda x, w: F.linear(x, w.view(5, 4)), w=(20,), kinds={"w": "Product"}),
     "expanded": of(lambda x, w: F.linear(x, w.expand(5, 4)), w=(1, 4), kinds={"w": "Dense"}),
-    "repeated": of(lambda x, w: F.linear(x, w.repeat(2, 1)), (3, 4), w=(3, 4), kinds={"w": "Product"}),
+    "repeated": of(lambda x, w: F.linear(x, w.repeat(2, 1)), (3, 4), w=(3, 4), kinds={"w": "Dense"}),
     "repeated by view": of(
-        lambda x, w: F.linear(x, w.expand(2, 3, 4).reshape(6, 4)), (3, 4), w=(3, 4), kinds={"w": "Product"}
+        lambda x, w: F.linear(x, w.expand(2, 3, 4).reshape(6, 4)), (3, 4), w=(3, 4), kinds={"w": "Dense"}
     ),
-    "flipped": of(lambda x, w: F.linear(x, w.flip(0)), w=(5, 4), kinds={"w": "Product"}),
-    "flipped table": looking_up(lambda i, w: F.embedding(i, w.flip(0)), 3, w=(5, 4), kinds={"w": "Rows"}),
-    "flipped mask": of(lambda x, w: F.linear(x, (w * MASK).flip(1)), w=(5, 4), kinds={"w": "Hadamard"}),
+    "flipped": of(lambda x, w: F.linear(x, w.flip(0)), w=(5, 4), kinds={"w": "Image"}),
+    "flipped table": looking_up(lambda i, w: F.embedding(i, w.flip(0)), 3, w=(5, 4), kinds={"w": "Image"}),
+    "flipped mask": of(lambda x, w: F.linear(x, (w * MASK).flip(1)), w=(5, 4), kinds={"w": "Image"}),
     # -- sums and products with what is shared
     "sum of two": of(
         lambda x, v, w: F.linear(x, v + w), v=(5, 4), w=(5, 4), kinds={"v": "Product", "w": "Product"}
@@ -240,33 +241,31 @@ PROGRAMS: dict[str, Program] = {
     "times a scalar parameter": of(
         lambda x, w, s: F.linear(x, s * w), (3, 4), w=(5, 4), s=(), kinds={"w": "Product", "s": "Dense"}
     ),
-    "times a mask": of(lambda x, w: F.linear(x, w * MASK), w=(5, 4), kinds={"w": "Hadamard"}),
+    "times a mask": of(lambda x, w: F.linear(x, w * MASK), w=(5, 4), kinds={"w": "Image"}),
     "times a mask at positions": of(
-        lambda x, w: F.linear(x, w * MASK), (9, 4), w=(5, 4), kinds={"w": "Hadamard"}
+        lambda x, w: F.linear(x, w * MASK), (9, 4), w=(5, 4), kinds={"w": "Dense"}
     ),
     "times a mask, and whole": of(
         lambda x, w: F.linear(x, w * MASK) * F.linear(x, w),
         (2, 4),
         w=(5, 4),
-        kinds={"w": "Hadamard + Product"},
+        kinds={"w": "Image + Product"},
     ),
     "masked fill": of(
-        lambda x, w: F.linear(x, w.masked_fill(MASK.bool(), 0.0)), w=(5, 4), kinds={"w": "Hadamard"}
+        lambda x, w: F.linear(x, w.masked_fill(MASK.bool(), 0.0)), w=(5, 4), kinds={"w": "Image"}
     ),
-    "where": of(
-        lambda x, w: F.linear(x, torch.where(MASK.bool(), w, 1.0)), w=(5, 4), kinds={"w": "Hadamard"}
-    ),
-    "lower triangle": of(lambda x, w: F.linear(x, w.tril()), w=(4, 4), kinds={"w": "Hadamard"}),
+    "where": of(lambda x, w: F.linear(x, torch.where(MASK.bool(), w, 1.0)), w=(5, 4), kinds={"w": "Image"}),
+    "lower triangle": of(lambda x, w: F.linear(x, w.tril()), w=(4, 4), kinds={"w": "Image"}),
     "Hadamard product of two": of(
-        lambda x, v, w: F.linear(x, v * w), v=(5, 4), w=(5, 4), kinds={"v": "Hadamard", "w": "Hadamard"}
+        lambda x, v, w: F.linear(x, v * w), v=(5, 4), w=(5, 4), kinds={"v": "Image", "w": "Image"}
     ),
-    "through tanh": of(lambda x, w: F.linear(x, w.tanh()), (3, 4), w=(5, 4), kinds={"w": "Hadamard"}),
+    "through tanh": of(lambda x, w: F.linear(x, w.tanh()), (3, 4), w=(5, 4), kinds={"w": "Dense"}),
     "times a matrix": of(lambda x, w: F.linear(x, SHARED @ w), w=(5, 4), kinds={"w": "Product"}),
     "times a batch of matrices": of(
         lambda x, w: torch.einsum("hi,hoi->ho", x, w @ SHARED.view(2, 2, 5)),
         (2, 5),
         w=(2, 3, 2),
-        kinds={"w": "Product"},
+        kinds={"w": "Dense"},
     ),
     "times a vector": of(lambda x, w: x * (w @ SHARED[0]), (3, 4), w=(4, 5), kinds={"w": "Product"}),
     "low-rank adapter": of(
@@ -281,33 +280,31 @@ PROGRAMS: dict[str, Program] = {
         (3, 4),
         v=(5, 4),
         g=(5, 1),
-        kinds={"v": "Multiples + Product", "g": "Dense"},
+        kinds={"v": "Image + Product", "g": "Dense"},
     ),
     "centred rows": of(
         lambda x, w: F.linear(x, w - w.mean(1, keepdim=True)),
         (3, 4),
         w=(5, 4),
-        kinds={"w": "Multiples + Product"},
+        kinds={"w": "Image + Product"},
     ),
-    "softmax of a weight": of(
-        lambda x, w: F.linear(x, w.softmax(1)), w=(5, 4), kinds={"w": "Hadamard + Multiples"}
-    ),
+    "softmax of a weight": of(lambda x, w: F.linear(x, w.softmax(1)), w=(5, 4), kinds={"w": "Image"}),
     "penalty": of(
-        lambda x, w: F.linear(x, w).sum() + w.square().sum(), w=(5, 4), kinds={"w": "Multiples + Product"}
+        lambda x, w: F.linear(x, w).sum() + w.square().sum(), w=(5, 4), kinds={"w": "Image + Product"}
     ),
     "sum of the weight": of(
-        lambda x, w: F.linear(x, w).sum() + w.sum(), w=(5, 4), kinds={"w": "Multiples + Product"}
+        lambda x, w: F.linear(x, w).sum() + w.sum(), w=(5, 4), kinds={"w": "Image + Product"}
     ),
-    "nothing but the weight": of(lambda x, w: w.square(), w=(5, 4), kinds={"w": "Multiples"}),
+    "nothing but the weight": of(lambda x, w: w.square(), w=(5, 4), kinds={"w": "Image"}),
     "by broadcasting": of(lambda x, w: (w * x).sum(-1), (4,), w=(5, 4), kinds={"w": "Product"}),
     "by broadcasting at positions": of(
-        lambda x, w: (w * x.unsqueeze(1)).sum(-1), (3, 4), w=(5, 4), kinds={"w": "Product"}
+        lambda x, w: (w * x.unsqueeze(1)).sum(-1), (3, 4), w=(5, 4), kinds={"w": "Dense"}
     ),
-    "the weight alone": of(lambda x, w: w.square().sum() * x.sum(), w=(5, 4), kinds={"w": "Multiples"}),
+    "the weight alone": of(lambda x, w: w.square().sum() * x.sum(), w=(5, 4), kinds={"w": "Image"}),
     # -- other contractions
     "experts": of(lambda x, w: torch.bmm(x, w), (2, 3, 4), w=(2, 4, 5), kinds={"w": "Product"}),
     "one for all experts": of(
-        lambda x, w: torch.bmm(x, w.expand(2, 4, 5)), (2, 3, 4), w=(4, 5), kinds={"w": "Product"}
+        lambda x, w: torch.bmm(x, w.expand(2, 4, 5)), (2, 3, 4), w=(4, 5), kinds={"w": "Dense"}
     ),
     "batched matrices by einsum": of(
         lambda x, w: torch.einsum("i,hio->ho", x, w), w=(2, 4, 3), kinds={"w": "Product"}
@@ -333,7 +330,7 @@ PROGRAMS: dict[str, Program] = {
         lambda x, w: F.conv1d(x, w[:3, 1:]), (2, 6), w=(5, 3, 3), kinds={"w": "Convolution"}
     ),
     "kernel times a mask": of(
-        lambda x, w: F.conv1d(x, w * MASK[:4, None, :3]), (2, 6), w=(4, 2, 3), kinds={"w": "Hadamard"}
+        lambda x, w: F.conv1d(x, w * MASK[:4, None, :3]), (2, 6), w=(4, 2, 3), kinds={"w": "Dense"}
     ),
     "kernel times a column": of(
         lambda x, w: F.conv1d(x, w * COLUMN[:, None, None]), (2, 6), w=(5, 2, 3), kinds={"w": "Convolution"}
@@ -342,7 +339,7 @@ PROGRAMS: dict[str, Program] = {
         lambda x, w: F.conv1d(x, w * MASK[:4, None, :3], groups=2),
         (2, 6),
         w=(4, 1, 3),
-        kinds={"w": "Hadamard"},
+        kinds={"w": "Dense"},
     ),
     "kernel times a column, grouped": of(
         lambda x, w: F.conv1d(x, w * COLUMN[:4, None, None], groups=2),
@@ -365,26 +362,26 @@ PROGRAMS: dict[str, Program] = {
         w=(5, 2, 3, 3),
         a=(2, 18),
         b=(5, 2),
-        kinds={"w": "Convolution", "a": "Convolution", "b": "Product"},
+        kinds={"w": "Convolution", "a": "Dense", "b": "Dense"},
     ),
     "kernel's mean taken off": of(
         lambda x, w: F.conv1d(x, w - w.mean((1, 2), keepdim=True)),
         (2, 6),
         w=(4, 2, 3),
-        kinds={"w": "Convolution + Multiples"},
+        kinds={"w": "Convolution + Image"},
     ),
     "kernel's norm": of(
         lambda x, v, g: F.conv1d(x, g * v / v.norm(dim=(1, 2), keepdim=True)),
         (2, 6),
         v=(4, 2, 3),
         g=(4, 1, 1),
-        kinds={"v": "Convolution + Multiples", "g": "Dense"},
+        kinds={"v": "Convolution + Image", "g": "Dense"},
     ),
     "kernel standardised": of(
         lambda x, w: F.conv1d(x, (w - w.mean((1, 2), keepdim=True)) / w.std((1, 2), keepdim=True)),
         (2, 6),
         w=(4, 2, 3),
-        kinds={"w": "Convolution + Multiples + Multiples"},
+        kinds={"w": "Convolution + Image + Image"},
     ),
     "convolution's bias": of(
         lambda x, w, b: F.conv1d(x, w, b),
@@ -395,13 +392,13 @@ PROGRAMS: dict[str, Program] = {
     ),
     # -- tables
     "rows by a shared index": of(
-        lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0, 5])]), w=(6, 4), kinds={"w": "Product"}
+        lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0, 5])]), w=(6, 4), kinds={"w": "Image"}
     ),
     "index_select": of(
-        lambda x, w: F.linear(x, w.index_select(0, torch.tensor([2, 0, 5]))), w=(6, 4), kinds={"w": "Product"}
+        lambda x, w: F.linear(x, w.index_select(0, torch.tensor([2, 0, 5]))), w=(6, 4), kinds={"w": "Image"}
     ),
     "columns by a shared index": of(
-        lambda x, w: F.linear(x, w[:, torch.tensor([2, 0, 0, 5])]), w=(5, 6), kinds={"w": "Product"}
+        lambda x, w: F.linear(x, w[:, torch.tensor([2, 0, 0, 5])]), w=(5, 6), kinds={"w": "Image"}
     ),
     "table": looking_up(lambda i, w: F.embedding(i, w), 3, w=(5, 4), kinds={"w": "Rows"}),
     "padded table": looking_up(
@@ -505,7 +502,7 @@ PROGRAMS: dict[str, Program] = {
         lambda x, w: F.linear(x.float(), w.float() * MASK.float()).double() + F.linear(x, w),
         (3, 4),
         w=(5, 4),
-        kinds={"w": "Hadamard + Product"},
+        kinds={"w": "Dense + Product"},
     ),
     "cast down": of(lambda x, w: F.linear(x.float(), w.float()), (3, 4), w=(5, 4), kinds={"w": "Product"}),
     # -- modules
@@ -545,17 +542,17 @@ PROGRAMS: dict[str, Program] = {
         (2, 4),
         kinds={
             "parametrizations.weight.original0": "Dense",
-            "parametrizations.weight.original1": "Multiples + Product",
+            "parametrizations.weight.original1": "Image + Product",
             "bias": "Dense",
         },
     ),
     "torch's old weight norm": module(
         lambda: torch.nn.utils.weight_norm(nn.Linear(4, 3)),
         (2, 4),
-        kinds={"weight_g": "Dense", "weight_v": "Multiples + Product"},
+        kinds={"weight_g": "Dense", "weight_v": "Image + Product"},
     ),
     "spectral norm": module(
-        spectral_norm, (2, 4), kinds={"parametrizations.weight.original": "Multiples + Product"}
+        spectral_norm, (2, 4), kinds={"parametrizations.weight.original": "Image + Product"}
     ),
     "tied model": module(TiedModel, (5,), kinds={"embedding.weight": "Product + Rows"}),
     "layer norm": module(lambda: nn.LayerNorm(4), (3, 4), kinds={"weight": "Dense", "bias": "Dense"}),
@@ -749,7 +746,8 @@ def places(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NEVER_WRITTEN_OUT)
-def test_deferral_never_materialises_all_samples(name: str) -> None:
+def test_deferral_never_materialises_all_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BLOCK_BYTES, "cpu", 1 << 18)
     forward, shapes = NEVER_WRITTEN_OUT[name]
     program = of(forward, (WIDE,), kinds={}, **shapes)
     params = {key: randn(*shape) for key, shape in shapes.items()}

@@ -42,8 +42,7 @@ from psgrad.engine.gradients.terms import (
     BLOCK_BYTES,
     Convolution,
     Dense,
-    Hadamard,
-    Multiples,
+    Image,
     Product,
     Rows,
     Term,
@@ -134,7 +133,7 @@ def test_projection_equals_materialised_matrix(projection: Projection, device: t
     exact = one_sample_gradients(model, loss, (tokens,), target)
     gradients = deferred_gradients(model, loss, (tokens,), target)
     kinds = {type(placed.term) for gradient in gradients.gradients.values() for placed in gradient.terms}
-    assert kinds >= {Product, Rows, Convolution, Dense, Hadamard}
+    assert kinds >= {Product, Rows, Convolution, Dense, Image}
     result = gradients.project(projection)
     expected = projected(projection, exact)
     assert_close(result, expected)
@@ -180,7 +179,7 @@ def test_projection_two_sided_acts_on_factors() -> None:
 def masked(draw: st.DrawFn) -> tuple[Term, Tensor]:
     term, value = draw(st.one_of(product(), rows()))
     shared = torch.randn(value.shape[1:], dtype=torch.float64)
-    return Hadamard(term, shared), value * shared
+    return Image((Placed.plain(term),), (shared,), torch.mul, term.shape), value * shared
 
 
 @st.composite
@@ -191,7 +190,9 @@ def multiples(draw: st.DrawFn) -> tuple[Term, Tensor]:
         torch.randn(draw(st.integers(0, 4)), *kept, dtype=torch.float64),
         torch.randn(shape, dtype=torch.float64),
     )
-    return Multiples(coefficients, shared), coefficients * shared
+    return Image(
+        (Placed.plain(Dense(coefficients)),), (shared,), torch.mul, tuple(shared.shape)
+    ), coefficients * shared
 
 
 TERMS = st.one_of(dense(), product(), rows(), convolution(), masked(), multiples())

@@ -24,8 +24,7 @@ from psgrad.engine.gradients.terms import (
     Convolution,
     Dense,
     GroupedProduct,
-    Hadamard,
-    Multiples,
+    Image,
     Product,
     Rows,
     Term,
@@ -101,29 +100,41 @@ def convolution(draw: st.DrawFn) -> tuple[Term, Tensor]:
     return Convolution(cotangents, inputs, weight_shape, geometry), values
 
 
+def masked(term: Term, shared: Tensor) -> Image:
+    return Image((Placed.plain(term),), (shared,), torch.mul, tuple(shared.shape))
+
+
+def multiples(coefficients: Tensor, shared: Tensor) -> Image:
+    """Coefficients [n, *shape], with ones where a sample has one, times a tensor of all samples."""
+    return masked(Dense(coefficients), shared)
+
+
 @st.composite
-def multiples(draw: st.DrawFn) -> tuple[Term, Tensor]:
+def image_of_coefficients(draw: st.DrawFn) -> tuple[Term, Tensor]:
     n, shape = draw(samples), draw(st.lists(few, max_size=3))
     kept = [size if draw(st.booleans()) else 1 for size in shape]
     coefficients, shared = torch.randn(n, *kept, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
-    return Multiples(coefficients, shared), coefficients * shared
+    return multiples(coefficients, shared), coefficients * shared
 
 
 @st.composite
-def hadamard(draw: st.DrawFn) -> tuple[Term, Tensor]:
+def image(draw: st.DrawFn) -> tuple[Term, Tensor]:
     term, value = draw(st.one_of(product(), convolution(), grouped()))
     if isinstance(term, Product) and draw(st.booleans()):
         term = Product(term.left[:, :, :1], term.right[:, :, :1])
         value = term.materialise()
+    if draw(st.booleans()):
+        mean = lambda each: each.mean(-1)
+        return Image((Placed.plain(term),), (), mean, term.shape[:-1]), value.mean(-1)
     shared = torch.randn(term.shape, dtype=torch.float64)
-    return Hadamard(term, shared), value * shared
+    return masked(term, shared), value * shared
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-EVERY_KIND = st.one_of(dense(), product(), rows(), grouped(), convolution(), multiples(), hadamard())
+EVERY_KIND = st.one_of(dense(), product(), rows(), grouped(), convolution(), image_of_coefficients(), image())
 
 
 @given(pair=EVERY_KIND, data=st.data())
@@ -288,10 +299,10 @@ def kinds(scale: float) -> dict[str, tuple[Term, ...]]:
                 g[:, :1].transpose(2, 3), x[:, :1, :, :5].transpose(2, 3), torch.Size([4, 5, 3]), geometry
             ),
         ),
-        "multiples": (Multiples(g[:, :1, :1], torch.randn(2, 5, 4)),),
-        "behind a mask": (Hadamard(Product(g[:, :, :1], x[:, :, :1]), torch.randn(2, 4, 6)),),
-        "behind a mask, positions": (Hadamard(Product(g, x), torch.randn(2, 4, 6)),),
-        "weight norm": (Multiples(g[:, 0, 0].unsqueeze(2), torch.randn(4, 6)), Product(g[:, :1], x[:, :1])),
+        "multiples": (multiples(g[:, :1, :1], torch.randn(2, 5, 4)),),
+        "behind a mask": (masked(Product(g[:, :, :1], x[:, :, :1]), torch.randn(2, 4, 6)),),
+        "behind a mask, positions": (masked(Product(g, x), torch.randn(2, 4, 6)),),
+        "weight norm": (multiples(g[:, 0, 0].unsqueeze(2), torch.randn(4, 6)), Product(g[:, :1], x[:, :1])),
         "tied": (Rows(index, g[:, 0], 6), Product(x[:, :1], g[:, :1])),
         "unlike": (Dense(scale * torch.randn(3, 4, 6)), Product(g[:, :1], x[:, :1])),
     }

@@ -280,7 +280,7 @@ def test_weighted_sum_materialises_gradients_smaller_than_factors() -> None:
         name: [type(placed.term).__name__ for placed in gradient.terms]
         for name, gradient in grads.gradients.items()
     }
-    assert kinds == {"conv": ["Dense"], "narrow": ["Dense"], "wide": ["Product"], "masked": ["Hadamard"]}
+    assert kinds == {"conv": ["Dense"], "narrow": ["Dense"], "wide": ["Product"], "masked": ["Image"]}
     assert grads.describe()["conv"] == grads.describe()["narrow"] == "materialise"
     assert not grads.unfactored
     expected = vmap(grad(loss), in_dims=(None, 0, 0, 0, 0))(params, *(value.double() for value in batch))

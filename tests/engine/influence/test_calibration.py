@@ -154,7 +154,6 @@ def test_calibration_newton_decrement() -> None:
     ("method", "expected"),
     [
         (Influence(curvature="fisher"), "the empirical Fisher is no curvature"),
-        (Influence(solver="arnoldi"), "arnoldi inverts the curvature along its leading eigenvectors only"),
         (Influence(relative_damping=0.1), "a damping is added to the curvature"),
     ],
 )
@@ -236,4 +235,3 @@ def test_calibration_units_of_methods() -> None:
             assert "removed" not in method.unit
     for method in (EKFAC(fisher="empirical"), EKFAC(fisher="exact"), Influence(curvature="fisher")):
         assert (method.unit, method.predicts_removal) == (RELATIVE, False)
-    assert "(uncalibrated)" in Influence(solver="arnoldi").unit

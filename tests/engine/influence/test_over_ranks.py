@@ -38,8 +38,6 @@ FITS: dict[str, Method] = {
     "exact": Influence(solver="exact", damping=0.1),
     "dual": Influence(solver="dual", damping=0.1),
     "conjugate_gradient": Influence(solver="conjugate_gradient", damping=0.1, tolerance=1e-12),
-    "lissa": Influence(solver="lissa", damping=1.0, tolerance=1e-9),
-    "arnoldi": Influence(solver="arnoldi", damping=0.1),
     "hessian": Influence(solver="conjugate_gradient", curvature="hessian", damping=3.0, tolerance=1e-10),
     "fisher": Influence(curvature="fisher", damping=0.1),
     "sampled": Influence(curvature="sampled", damping=0.1),
@@ -96,7 +94,7 @@ def test_every_method_is_tried() -> None:
     assert {method.name for method in FITS.values()} == set(own_classes(METHODS)) - alone
 
 
-LONG = ("hessian", "lissa")
+LONG = ("hessian",)
 
 
 @pytest.mark.long

@@ -80,7 +80,7 @@ def test_source_is_the_derivative_of_gradient_descent_in_many_segments() -> None
     assert slope == pytest.approx(1, abs=0.03)
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 def test_source_with_momentum_goes_further_in_a_step() -> None:
     found, expected = scores(replace(EXACT, momentum=0.5), 0.5), truth(0.5)
     assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.998

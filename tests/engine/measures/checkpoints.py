@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.measures.builtin.over_checkpoints import CheckpointOutputs
-from psgrad.engine.measures.checkpoint_passes import Grouping
 from psgrad.engine.measures.measure import CheckpointModel, Gathered, Measure, Setting
 from tests.engine.measures.own_passes import columns_of, setting_of
 
@@ -39,11 +38,6 @@ def gathered(measure: Measure, setting: Setting, rows: dict[str, Tensor] | None 
     """What a measure over checkpoints says of all samples."""
     measure.prepare(setting)
     return measure.gather(rows_of(setting) if rows is None else rows)
-
-
-def in_groups(*sizes: int) -> Callable[..., Grouping]:
-    """In the place of `grouped`: the checkpoints pass in groups of these sizes, whatever the price."""
-    return lambda *_: Grouping(list(sizes), "as the test says")
 
 
 def plain_norms(

@@ -23,13 +23,14 @@ NAN = float("nan")
 
 
 def history(*, loss: Any = None, **said: Any) -> dict[str, Tensor]:
-    """Columns as two passes over checkpoints leave them, the first over all but the last checkpoint."""
+    """Columns as the passes at all checkpoints leave them."""
     result = {name: torch.tensor(values, dtype=torch.float64) for name, values in said.items()}
     any_of = next(iter(result.values()))
     result["loss"] = torch.ones_like(any_of) if loss is None else torch.tensor(loss, dtype=torch.float64)
     result.setdefault("grad_norm", torch.ones_like(any_of))
-    parts = {column(name, 0): values[:, :-1] for name, values in result.items()}
-    return {column(name, any_of.shape[1] - 1): values[:, -1:] for name, values in result.items()} | parts
+    return {
+        column(name, t): each for name, values in result.items() for t, each in enumerate(values.unbind(1))
+    }
 
 
 def measured(measure: Any, rows: dict[str, Tensor], count: int, kind: str = "class") -> Gathered:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from psgrad.engine.gradients.deferral.entry import ENTRY_RULES
+from psgrad.engine.gradients.deferral.images import image
 from psgrad.engine.gradients.deferral.propagation import SHAPES, SUMS
 from psgrad.engine.gradients.deferral.shared_products import PARTS, PRODUCTS
 from psgrad.engine.gradients.deferred import DeferredGradient as DeferredGradient
@@ -42,6 +43,8 @@ class WeightDeferral:
         if any(w is not None for w in deferred):
             handler = PROPAGATION_RULES.get(op)
             result = NotImplemented if handler is None else handler(batch, op, deferred, args, kwargs)
+            if result is NotImplemented and not joined:
+                result = image(batch, op, deferred, args, kwargs)
             return _materialised(batch, op, args, kwargs) if result is NotImplemented else result
         return ENTRY_RULES[op](batch, op, *args, **kwargs) if op in ENTRY_RULES else NotImplemented
 

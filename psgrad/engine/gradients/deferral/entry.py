@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.gradients.deferral.images import image_of_product
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.terms import (
     Convolution,
     Dense,
     GroupedProduct,
-    Multiples,
     Product,
     Rows,
     narrow,
@@ -151,8 +151,7 @@ def _times(batch: Batch, op: Op, a: Any, b: Any) -> Any:
     coefficients = narrow(batch.aligned(own, len(shape)))
     if shared.shape != shape or coefficients[:1].numel() >= math.prod(shape):
         return NotImplemented
-    term = Multiples(coefficients, shared if op is not aten.div.Tensor else shared.reciprocal())
-    return DeferredGradient.of(term, shape)
+    return image_of_product(op, (a, b), 0 if own is a else 1, coefficients, shape)
 
 
 def _outer(batch: Batch, a: torch.Tensor, b: torch.Tensor) -> Any:

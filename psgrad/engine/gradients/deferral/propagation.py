@@ -1,10 +1,9 @@
-"""Linear maps of deferred gradients, term by term: sums, casts, reshapes and transposes. They return
-NotImplemented if a term would have to be materialised.
+"""Sums, casts, reshapes and transposes of deferred gradients, term by term, which compute nothing. They
+return NotImplemented where a term has no such map.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed, merged, term_of
 from psgrad.engine.gradients.layout import AxisLayout
-from psgrad.engine.gradients.terms import Dense, Multiples
+from psgrad.engine.gradients.terms import Dense
 from psgrad.engine.gradients.terms import placed as placed_maps
 from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.operators import Op
@@ -60,33 +59,11 @@ def reshaped(value: DeferredGradient, shape: Sequence[int]) -> Any:
         for size in shape:
             given *= size
         shape = [value.shape.numel() // given if size == -1 and given else size for size in shape]
-    terms = [term for placed in value.terms if (term := placed_maps.reshaped(placed, shape)) is not None]
-    return value.with_terms(terms, torch.Size(shape)) if len(terms) == len(value.terms) else NotImplemented
+    return relabelled(value, [placed.layout.reshape(shape) for placed in value.terms])
 
 
 def permuted(value: DeferredGradient, dims: list[int]) -> Any:
     return relabelled(value, [placed.layout.permute(dims) for placed in value.terms])
-
-
-def expanded(batch: Batch, value: DeferredGradient, shape: Sequence[int]) -> Any:
-    return (
-        value
-        if tuple(shape) == tuple(value.shape)
-        else of_each(batch, value, shape, lambda placed: _expanded(placed, shape))
-    )
-
-
-def _expanded(placed: Placed, shape: Sequence[int]) -> list[Placed] | None:
-    """A term repeated along axes of length one, or along new axes in front; a stored value becomes multiples
-    of one.
-    """
-    value = placed.term.stored_value
-    if value is None or placed.layout.window is not None:
-        return placed_maps.expanded(placed, shape)
-    value = placed.layout.apply(value, lead=1)
-    own = value.reshape(value.shape[0], *(1,) * (len(shape) - value.dim() + 1), *value.shape[1:])
-    one = torch.ones((), dtype=value.dtype, device=value.device)
-    return [Placed.plain(Multiples(own, one.expand(*shape)))]
 
 
 def narrowed(batch: Batch, value: DeferredGradient, dim: int, start: int, step: int, length: int) -> Any:
@@ -104,15 +81,6 @@ def scaled(value: DeferredGradient, factor: float) -> DeferredGradient:
     """The gradient times a factor. Factors in float16 are widened first: there a product may vanish."""
     wide = [p.at(slice(None), torch.float32) if p.term.dtype == torch.float16 else p for p in value.terms]
     return value.with_terms([placed.scaled(factor) for placed in wide])
-
-
-def times(batch: Batch, value: DeferredGradient, by: torch.Tensor, product: Any = torch.mul) -> Any:
-    return of_each(batch, value, value.shape, lambda placed: placed_maps.times(placed, by, product))
-
-
-def contracted(batch: Batch, value: DeferredGradient, dim: int, matrix: torch.Tensor) -> Any:
-    shape = [matrix.shape[-1] if d == dim else size for d, size in enumerate(value.shape)]
-    return of_each(batch, value, shape, lambda placed: placed_maps.contracted(placed, dim, matrix))
 
 
 aten = torch.ops.aten
@@ -140,37 +108,9 @@ def _add(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: A
     return one.with_terms(terms)
 
 
-def _sum(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
-    value = deferred[0]
-    rank = len(value.shape)
-    dims, keep = [*args[1:], *(None, False)[len(args) - 1 :]][:2]
-    if kwargs.get("dtype") not in (None, value.dtype):
-        return NotImplemented
-    gone = {wrap_dim(d, rank) for d in dims} if dims else set(range(rank))
-    shape = [1 if d in gone else size for d, size in enumerate(value.shape)]
-    short = [size for d, size in enumerate(value.shape) if d not in gone]
-    total = of_each(batch, value, shape, lambda placed: placed_maps.summed(placed, gone))
-    if total is NotImplemented or keep:
-        return total
-    return reshaped(total, short)
-
-
-def _mean(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
-    total = _sum(batch, op, deferred, args, kwargs)
-    if total is NotImplemented:
-        return total
-    value = deferred[0]
-    dims = args[1] if len(args) > 1 and args[1] else range(len(value.shape))
-    return scaled(total, 1 / max(math.prod(value.shape[d] for d in dims), 1))
-
-
 SUMS: dict[Op, Any] = {
     aten.add.Tensor: _add,
     aten.sub.Tensor: _add,
-    aten.sum.default: _sum,
-    aten.sum.dim_IntList: _sum,
-    aten.mean.default: _mean,
-    aten.mean.dim: _mean,
 }
 
 
@@ -228,13 +168,6 @@ def _transpose(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> A
     return permuted(deferred[0], dims)
 
 
-def _expand(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
-    old, new = list(deferred[0].shape), list(args[1])
-    front = len(new) - len(old)
-    kept = [own if size == -1 else size for own, size in zip(old, new[front:], strict=True)]
-    return expanded(batch, deferred[0], new[:front] + kept)
-
-
 SHAPES: dict[Op, Any] = {
     aten.alias.default: _same,
     aten.detach.default: _same,
@@ -251,5 +184,4 @@ SHAPES: dict[Op, Any] = {
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,
     aten.t.default: _transpose,
-    aten.expand.default: _expand,
 }

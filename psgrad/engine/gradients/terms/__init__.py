@@ -9,8 +9,7 @@ from psgrad.engine.gradients.layout import Slice as Slice
 from psgrad.engine.gradients.terms.convolution_gradient import Convolution as Convolution
 from psgrad.engine.gradients.terms.dense import Dense as Dense
 from psgrad.engine.gradients.terms.grouped_product import GroupedProduct as GroupedProduct
-from psgrad.engine.gradients.terms.hadamard import Hadamard as Hadamard
-from psgrad.engine.gradients.terms.multiples import Multiples as Multiples
+from psgrad.engine.gradients.terms.image import Image as Image
 from psgrad.engine.gradients.terms.numerics import BLOCK_BYTES as BLOCK_BYTES
 from psgrad.engine.gradients.terms.numerics import CANCELLATION as CANCELLATION
 from psgrad.engine.gradients.terms.numerics import Workspace as Workspace

@@ -17,11 +17,8 @@ from psgrad.engine.gradients.costs import (
     convolution_order_costs,
     sizes_of,
 )
-from psgrad.engine.gradients.layout import AxisLayout, Slice
+from psgrad.engine.gradients.layout import Slice
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.axes import arranged, by_atoms, named_axes, varies
-from psgrad.engine.gradients.terms.dense import dense
-from psgrad.engine.gradients.terms.hadamard import Hadamard
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
     accumulating_dtype,
@@ -33,7 +30,7 @@ from psgrad.engine.gradients.terms.numerics import (
     sum_of_products,
 )
 from psgrad.engine.gradients.terms.product import Product
-from psgrad.engine.gradients.terms.term import Multiply, Placed, Term, joined, sums_of_grams
+from psgrad.engine.gradients.terms.term import Multiply, Term, joined, sums_of_grams
 from psgrad.engine.transforms.rules.convolution_weights import (
     Geometry,
     as_matrices,
@@ -268,119 +265,23 @@ class Convolution(Term):
             left = _by_position(narrow, groups) @ first.view(groups, self.weight_shape[0] // groups, -1)
             yield samples, left.flatten(1, 2), right.flatten(1, 2)
 
-    def _is_whole(self, layout: AxisLayout) -> bool:
-        return layout.atoms == self.shape
+    def narrow(self, axis: int, some: slice) -> Convolution | None:
+        if self.geometry.groups != 1 or axis > 1:
+            return None
+        factor = getattr(self, self._sides[axis])[:, :, some]
+        shape = [factor.shape[2] if place == axis else size for place, size in enumerate(self.weight_shape)]
+        return replace(self, weight_shape=torch.Size(shape), **{self._sides[axis]: factor})
 
-    def _put(self, layout: AxisLayout, axis: int, factor: torch.Tensor) -> Placed:
-        """The term with another factor for one side, [n, b, channels, *]."""
-        side = self._sides[axis]
-        other = next(name for name in ("cotangents", "inputs") if name != side)
-        factor, same = of_one_dtype(factor, getattr(self, other))
-        shape = list(self.weight_shape)
-        before, shape[axis] = shape[axis], factor.shape[2]
-        inner = list(layout.inner)
-        for dim, names in enumerate(named_axes(layout) or []):
-            if axis in names:
-                inner[dim] = inner[dim] // before * factor.shape[2]
-        factors = {side: factor, other: same}
-        new = replace(
-            self, weight_shape=torch.Size(shape), cotangents=factors["cotangents"], inputs=factors["inputs"]
-        )
-        return arranged(new, list(range(len(shape))), shape, named_axes(layout) or [], inner)
-
-    def _along_kernel(self, kernel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs convolved with a kernel, and the cotangents: [n, b, k, *out] and [n, b, o, *out]. Only
-        for a convolution that is not transposed.
-        """
-        inputs, kernel = of_one_dtype(self.inputs, kernel)
-        moved = aten.convolution.default(inputs.flatten(0, 1), kernel, None, *self.geometry)
-        return moved.unflatten(0, inputs.shape[:2]), self.cotangents
-
-    def narrow(self, layout: AxisLayout, dim: int, start: int, step: int, length: int) -> Placed | None:
-        axes = named_axes(layout)
-        if (
-            axes is None
-            or not self._is_whole(layout)
-            or self.geometry.groups != 1
-            or axes[dim] not in ([0], [1])
-        ):
+    def times(self, by: torch.Tensor, product: Multiply) -> Convolution | None:
+        """By a number for each channel of one side."""
+        axis = next((place for place, size in enumerate(by.shape) if size != 1), 0)
+        if axis > (0 if self.geometry.groups != 1 else 1) or by.numel() != by.shape[axis]:
             return None
-        axis = axes[dim][0]
-        factor: torch.Tensor = getattr(self, self._sides[axis])
-        return self._put(layout, axis, factor[:, :, start : start + (length - 1) * step + 1 : step])
-
-    def times(self, layout: AxisLayout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
-        axes = named_axes(layout)
-        if axes is None or not self._is_whole(layout):
-            return None
-        names = [atom for atom, size in enumerate(layout.atoms) if size != 1]
-        spread = by_atoms(by, layout, axes, names, each=each)
-        channels = [0] if self.geometry.groups != 1 else [0, 1]
-        for axis in channels:
-            if not varies(spread, names, [name for name in names if name != axis], each=each):
-                factor: torch.Tensor = getattr(self, self._sides[axis])
-                lead = spread.shape[: int(each)]
-                spread = spread.reshape(
-                    *(lead or (1,)), 1, -1 if axis in names else 1, *(1,) * (factor.dim() - 3)
-                )
-                return self._put(layout, axis, product(factor, spread))
-        if each:
-            return None
-        return Hadamard.of(self, layout, by, product)
-
-    def sum(self, layout: AxisLayout, dims: set[int]) -> Placed | None:
-        if not self._is_whole(layout) or self.geometry.groups != 1:
-            return None
-        ones = torch.ones(1, *self.shape[1:], dtype=self.dtype, device=self.device)
-        return self.sum_times(layout, dims, ones)
-
-    def contract(self, layout: AxisLayout, dim: int, matrix: torch.Tensor) -> Placed | None:
-        axes = named_axes(layout)
-        if axes is None or not self._is_whole(layout) or self.geometry.groups != 1 or matrix.dim() != 2:
-            return None
-        names = axes[dim]
-        if names in ([0], [1]):
-            factor, matrix = of_one_dtype(getattr(self, self._sides[names[0]]), matrix)
-            return self._put(layout, names[0], torch.matmul(factor.movedim(2, -1), matrix).movedim(-1, 2))
-        every = [axis for axis, size in enumerate(self.shape) if size != 1 and axis]
-        if names != every or self.geometry.transposed:
-            return None
-        moved, cotangents = self._along_kernel(
-            matrix.t().reshape(matrix.shape[1], *self.shape[1:])
-        )  # a low-rank kernel
-        left, right = of_one_dtype(*(_by_position(x, 1) for x in (cotangents, moved)))
-        axes[dim], new = [len(layout.atoms)], list(layout.inner)
-        new[dim] = matrix.shape[1]
-        return arranged(
-            Product(left, right), [0, len(layout.atoms)], [self.shape[0], matrix.shape[1]], axes, new
-        )
-
-    def sum_times(self, layout: AxisLayout, dims: set[int], shared: torch.Tensor) -> Placed | None:
-        """As Term.sum_times. None unless `dims` contain all axes except that of the output channels.
-
-        shared: [*shape], or with one output channel if it is the same for all.
-        """
-        if not self._is_whole(layout):
-            return None
-        axes = named_axes(layout)
-        if axes is None or self.geometry.transposed:
-            return None
-        gone = {name for dim in dims for name in axes[dim]}
-        if not {axis for axis, size in enumerate(self.shape) if axis and size != 1} <= gone:
-            return None
-        moved, cotangents = self._along_kernel(shared)
-        moved, cotangents = of_one_dtype(moved.expand_as(cotangents), cotangents)
-        n, channels = cotangents.shape[0], cotangents.shape[2]
-        products = sum_of_products(
-            *(x.transpose(1, 2).flatten(0, 1).flatten(1) for x in (moved, cotangents))
-        ).reshape(n, channels)
-        if 0 in gone:
-            products = products.sum(1, keepdim=True)
-        for dim in dims:
-            axes[dim] = []
-        return dense(
-            products, [0], axes, [1 if dim in dims else size for dim, size in enumerate(layout.inner)]
-        )
+        numbers = by.reshape(1, -1, *(1,) * (self.inputs.dim() - 3))
+        scaled = {name: getattr(self, name) for name in ("cotangents", "inputs")}
+        scaled[self._sides[axis]] = product(scaled[self._sides[axis]], numbers)
+        cotangents, inputs = of_one_dtype(scaled["cotangents"], scaled["inputs"])
+        return replace(self, cotangents=cotangents, inputs=inputs)
 
 
 def _by_position(x: torch.Tensor, groups: int) -> torch.Tensor:

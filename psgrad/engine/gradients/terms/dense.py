@@ -9,18 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from psgrad.engine.gradients.costs import Cost
-from psgrad.engine.gradients.layout import AxisLayout, Slice
+from psgrad.engine.gradients.layout import Slice
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.axes import arranged
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
     norms_at_least,
-    of_one_dtype,
     square_norm,
 )
-from psgrad.engine.gradients.terms.term import Multiply, Names, Placed, Term
-
-aten = torch.ops.aten
+from psgrad.engine.gradients.terms.term import Term
 
 
 @dataclass(frozen=True)
@@ -96,41 +92,3 @@ class Dense(Term):
         yield from Slice(values, range(values.shape[1]), slice(None)).cut(
             places // row * row if 0 < row <= places else places
         )
-
-    def narrow(self, layout: AxisLayout, dim: int, start: int, step: int, length: int) -> Placed | None:
-        value = layout.apply(self.value, lead=1)
-        at = (slice(None),) * (dim + 1) + (slice(start, start + (length - 1) * step + 1, step),)
-        return Placed.plain(replace(self, value=value[at]))
-
-    def sum(self, layout: AxisLayout, dims: set[int]) -> Placed | None:
-        return Placed.plain(
-            replace(self, value=layout.apply(self.value, lead=1).sum([dim + 1 for dim in dims], keepdim=True))
-        )
-
-    def times(self, layout: AxisLayout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
-        return Placed.plain(
-            replace(self, value=product(layout.apply(self.value, lead=1), by if each else by.unsqueeze(0)))
-        )
-
-    def scatter(self, layout: AxisLayout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
-        value = layout.apply(self.value, lead=1)
-        shape = [size if d == dim + 1 else length for d, length in enumerate(value.shape)]
-        return Placed.plain(
-            replace(self, value=aten.index_select_backward.default(value, shape, dim + 1, index))
-        )
-
-    def contract(self, layout: AxisLayout, dim: int, matrix: torch.Tensor) -> Placed | None:
-        if matrix.dim() != 2:
-            return None
-        value, matrix = of_one_dtype(layout.apply(self.value, lead=1), matrix)
-        return Placed.plain(
-            replace(self, value=torch.matmul(value.movedim(dim + 1, -1), matrix).movedim(-1, dim + 1))
-        )
-
-
-def dense(value: torch.Tensor, names: Names, axes: list[Names], shape: Sequence[int]) -> Placed:
-    """A stored value [n, *names], placed."""
-    n = value.shape[0]
-    sizes = list(value.shape[1:])
-    layout = arranged(Dense(value), names, sizes, axes, shape).layout
-    return Placed.plain(Dense(layout.apply(value.reshape(n, *layout.atoms), lead=1)))

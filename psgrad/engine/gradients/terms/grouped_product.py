@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from psgrad.engine.gradients.costs import Cost, norm_order_costs
-from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.hadamard import Hadamard
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
     accumulating_dtype,
@@ -20,7 +18,7 @@ from psgrad.engine.gradients.terms.numerics import (
     sum_of_products,
 )
 from psgrad.engine.gradients.terms.product import Product
-from psgrad.engine.gradients.terms.term import Multiply, Placed, Term, joined
+from psgrad.engine.gradients.terms.term import Term, joined
 from psgrad.engine.transforms.rules.grouped_matmul import grouped_mm, grouped_outer
 
 
@@ -128,9 +126,6 @@ class GroupedProduct(Term):
 
     def scaled(self, factor: float) -> GroupedProduct:
         return GroupedProduct(self.index, self.left * factor, self.right, self.count)
-
-    def times(self, layout: AxisLayout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
-        return None if each else Hadamard.of(self, layout, by, product)
 
 
 def _sorted(index: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

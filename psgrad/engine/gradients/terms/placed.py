@@ -1,27 +1,29 @@
-"""Linear maps of placed terms, applied to the factors: slices, sums over axes, products with shared tensors.
+"""Linear maps of placed terms that are maps of their factors: slices, products with shared tensors.
 
-Each function returns the terms of the result, an empty list if it is zero, or None if the value would have to
-be materialised. If a term is placed in a window of the parameter, the map is applied to the window only.
+Each function returns the terms of the result, an empty list if it is zero, or None if it is no such map. If a
+term is placed in a window of the parameter, the map is applied to the window only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 
 from psgrad.engine.gradients.layout import AxisLayout, AxisSlice
+from psgrad.engine.gradients.terms.dense import Dense
 from psgrad.engine.gradients.terms.numerics import samples_to_recompute
-from psgrad.engine.gradients.terms.term import Multiply, Placed
+from psgrad.engine.gradients.terms.term import Multiply, Placed, Term
 
 
 def narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> list[Placed] | None:
     """`length` places of an axis, from `start` on."""
     layout = placed.layout
     if layout.window is None:
-        inner = placed.term.narrow(layout, dim, start, step, length) if length else None
+        inner = _narrowed(placed, dim, start, step, length) if length else None
         return None if inner is None else [inner]
     overlap = layout.window[dim].narrow(layout.inner[dim], start, step, length)
     if overlap is None:
@@ -30,57 +32,67 @@ def narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> li
     count = len(range(at.start, at.stop, at.step or 1))
     if not count:
         return []
-    bare = layout.bare
-    inner = (
-        Placed(placed.term, bare)
-        if count == layout.inner[dim]
-        else placed.term.narrow(bare, dim, at.start, at.step or 1, count)
-    )
+    bare = Placed(placed.term, layout.bare)
+    inner = bare if count == layout.inner[dim] else _narrowed(bare, dim, at.start, at.step or 1, count)
     return None if inner is None else [_in_window(inner, layout, {dim: run})]
 
 
-def summed(placed: Placed, dims: set[int]) -> list[Placed] | None:
-    """The sum over some axes, which stay with length one."""
-    if not _has_finite_factors(placed):
-        return None
-    inner = placed.term.sum(placed.layout.bare, dims)
-    return (
-        None if inner is None else [_in_window(inner, placed.layout, dict.fromkeys(dims, AxisSlice(0, 1, 1)))]
-    )
+def _narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> Placed | None:
+    some = slice(start, start + (length - 1) * step + 1, step)
+    if placed.term.stored_value is not None:
+        value = placed.layout.apply(placed.term.stored_value, lead=1)
+        return Placed.plain(Dense(value[(slice(None),) * (dim + 1) + (some,)], lost_at=placed.term.lost_at))
+    term, rank = _aligned(placed), len(placed.layout.inner)
+    return None if term is None else _placed(term.narrow(dim + len(term.shape) - rank, some), rank)
 
 
-def times(
-    placed: Placed, by: torch.Tensor, product: Multiply = torch.mul, *, each: bool = False
-) -> list[Placed] | None:
-    """Element by element times (or over) a tensor that broadcasts to the parameter's shape; each: with a
-    sample axis in front.
+def _aligned(placed: Placed) -> Term | None:
+    """The term, where its axes are the layout's, but for one of length one before them, and this needs no
+    computation; else None.
     """
-    layout = placed.layout
-    lead = int(each)
-    rank = len(layout.inner)
-    if by.dim() - lead > rank:
+    term, inner = oriented(placed), tuple(placed.layout.inner)
+    return term if term is not None and term.shape in (inner, (1, *inner)) else None
+
+
+def _placed(term: Term | None, rank: int) -> Placed | None:
+    """A term, placed under its last axes, so many."""
+    if term is None:
         return None
-    by = by.reshape([*by.shape[:lead], *(1,) * (rank + lead - by.dim()), *by.shape[lead:]])
-    strides = by.stride()
-    at = [
-        slice(0, 1) if size != 1 and stride == 0 else slice(None)
-        for size, stride in zip(by.shape, strides, strict=True)
-    ]
-    if each:
-        at[0] = slice(None)
-    by = by[tuple(at)]
+    layout = AxisLayout.identity(term.shape).reshape(term.shape[len(term.shape) - rank :])
+    return None if layout is None else Placed(term, layout)
+
+
+def times(placed: Placed, by: torch.Tensor, product: Multiply = torch.mul) -> list[Placed] | None:
+    """Element by element times (or over) a tensor that broadcasts to the parameter's shape."""
+    layout, rank = placed.layout, len(placed.layout.inner)
+    if by.dim() > rank:
+        return None
+    by = by.reshape([*(1,) * (rank - by.dim()), *by.shape])
+    by = by[tuple(slice(0, 1) if not stride else slice(None) for stride in by.stride())]
     if layout.window is not None:
-        inside = [
-            part if size != 1 else slice(None)
-            for part, size in zip(layout.slices, by.shape[lead:], strict=True)
+        by = by[
+            tuple(
+                part if size != 1 else slice(None) for part, size in zip(layout.slices, by.shape, strict=True)
+            )
         ]
-        by = by[(slice(None),) * lead + tuple(inside)]
-    if not _is_finite(product(torch.zeros((), dtype=by.dtype, device=by.device), by)):
+    if not are_finite(product(torch.zeros((), dtype=by.dtype, device=by.device), by)):
         return None  # zeros of the value times infinity are NaN, and factors would not give this NaN
-    inner = placed.term.times(layout.bare, by, product, each=each)
-    if inner is None or not _has_finite_factors(inner):
+    term = _aligned(Placed(placed.term, layout.bare))
+    if term is None:
         return None
-    return [_in_window(inner, layout)]
+    inner = _placed(term.times(by.reshape((1,) * (len(term.shape) - rank) + by.shape), product), rank)
+    return None if inner is None or not _has_finite_factors(inner) else [_in_window(inner, layout)]
+
+
+def contracted(placed: Placed, dim: int, by: torch.Tensor) -> list[Placed] | None:
+    """An axis contracted with the first of a matrix's two, [size, k]."""
+    layout = placed.layout
+    inside = by[layout.slices[dim]] if layout.window is not None else by
+    term, rank = _aligned(Placed(placed.term, layout.bare)), len(layout.inner)
+    inner = None if term is None else _placed(term.contract(dim + len(term.shape) - rank, inside), rank)
+    if inner is None or not are_finite(by) or not _has_finite_factors(inner):
+        return None
+    return [_in_window(inner, layout, {dim: AxisSlice(0, 1, by.shape[1])})]
 
 
 def _has_finite_factors(placed: Placed) -> bool:
@@ -89,61 +101,39 @@ def _has_finite_factors(placed: Placed) -> bool:
     is checked, because a factor may overflow.
     """
     shared_once = (factor if factor.stride(0) else factor[:1] for factor in placed.term.factors)
-    return _is_finite(*(narrow(factor) for factor in shared_once))
+    return are_finite(*(narrow(factor) for factor in shared_once))
 
 
-def _is_finite(*values: torch.Tensor) -> bool:
+def are_finite(*values: torch.Tensor) -> bool:
+    """Whether all numbers are finite; in a recorded program a guard."""
     infinite = torch.stack([~value.isfinite().all() for value in values])
     return not len(samples_to_recompute(infinite))
 
 
-def contracted(placed: Placed, dim: int, matrix: torch.Tensor) -> list[Placed] | None:
-    """An axis contracted with the first of a matrix's two, [size, k]; or, with [*lead, size, k], each place
-    in front with its own.
-    """
-    layout, whole = placed.layout, matrix
-    if layout.window is not None:
-        slices = layout.slices
-        matrix = matrix[(*slices[: matrix.dim() - 2], slices[dim])]
-    inner = placed.term.contract(layout.bare, dim, matrix)
-    if inner is None or not _is_finite(whole) or not _has_finite_factors(inner):
-        return None
-    return [_in_window(inner, layout, {dim: AxisSlice(0, 1, matrix.shape[-1])})]
-
-
-def expanded(placed: Placed, shape: Sequence[int]) -> list[Placed] | None:
-    """Repeated along axes of length one, or along new axes in front, of a parameter of this shape."""
-    result = placed.term.expand(placed.layout, shape) if placed.layout.window is None else None
-    return None if result is None else [result]
-
-
-def reshaped(placed: Placed, shape: Sequence[int]) -> Placed | None:
-    """The term under another shape. If a window is not possible there, the factors are padded with zeros."""
+def reshaped(placed: Placed, shape: tuple[int, ...]) -> Placed | None:
+    """The term under another shape; None if its window is no product of runs there."""
     layout = placed.layout.reshape(shape)
-    if layout is not None or placed.layout.window is None:
-        return None if layout is None else Placed(placed.term, layout)
-    for dim, run in enumerate(placed.layout.window):
-        if not run.covers(placed.layout.inner[dim]):
-            bare = Placed(placed.term, replace(placed.layout, window=None))
-            index = torch.arange(
-                run.start, run.end(bare.layout.inner[dim]), run.step, device=placed.term.device
-            )
-            filled = scattered(bare, dim, index, run.size)
-            if filled is None:
-                return None
-            whole = _in_window(filled[0], placed.layout, {dim: AxisSlice(0, 1, run.size)})
-            return reshaped(whole, shape)
-    return None
+    return None if layout is None else Placed(placed.term, layout)
 
 
-def scattered(placed: Placed, dim: int, index: torch.Tensor, size: int) -> list[Placed] | None:
-    """The entries of an axis, added at an index [length] in an axis of length `size`: zero elsewhere."""
-    if not _has_finite_factors(placed):
+def oriented(placed: Placed) -> Term | None:
+    """The term with its elements in the parameter's order, transposed if necessary; None if they are in
+    another order, or in a part of the parameter.
+    """
+    term, layout = placed.term, placed.layout
+    if layout.window is not None:
         return None
-    if placed.layout.window is not None:
-        index = index[placed.layout.slices[dim]]
-    inner = placed.term.scatter(placed.layout.bare, dim, index, size)
-    return None if inner is None else [_in_window(inner, placed.layout, {dim: AxisSlice(0, 1, size)})]
+    order = [i for i in layout.order if layout.atoms[i] != 1]
+    if order == sorted(order):
+        return term
+    swapped = term.transposed()
+    if swapped is None:
+        return None
+    height = term.shape[-2]
+    rows = [i for i in sorted(order) if math.prod(layout.atoms[: i + 1]) <= height]
+    columns = [i for i in sorted(order) if i not in rows]
+    whole = order == columns + rows and math.prod(layout.atoms[i] for i in rows) == height
+    return swapped if whole else None
 
 
 def _in_window(

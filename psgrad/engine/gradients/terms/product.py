@@ -9,11 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from psgrad.engine.gradients.costs import Cost, Machine, norm_order_costs
-from psgrad.engine.gradients.layout import AxisLayout, Slice
+from psgrad.engine.gradients.layout import Slice
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.axes import CutMaps, CutProduct, arranged, by_atoms, varies
-from psgrad.engine.gradients.terms.dense import dense
-from psgrad.engine.gradients.terms.hadamard import Hadamard
 from psgrad.engine.gradients.terms.numerics import (
     OF_ZERO,
     Workspace,
@@ -23,15 +20,16 @@ from psgrad.engine.gradients.terms.numerics import (
     blocks,
     exponent,
     norms_at_least,
+    of_one_dtype,
     power_of_two,
     sum_of_products,
     times_shared,
 )
-from psgrad.engine.gradients.terms.term import Multiply, Placed, Term, joined, sums_of_grams
+from psgrad.engine.gradients.terms.term import Multiply, Term, joined, sums_of_grams
 
 
 @dataclass(frozen=True)
-class Product(CutMaps, Term):
+class Product(Term):
     """Sums over positions of outer products: `ngta,ngtb->ngab`. The weight gradient of every matrix
     product.
     """
@@ -256,79 +254,21 @@ class Product(CutMaps, Term):
             left = some.left @ first if groups == 1 else some.left @ first.view(groups, rows, -1)
             yield samples, left.flatten(1, 2), (some.right @ second).flatten(1, 2)
 
-    def cut(self, layout: AxisLayout) -> CutProduct | None:
-        return CutProduct.of(self.left, self.right, layout)
+    def narrow(self, axis: int, some: slice) -> Product:
+        if axis == 0:
+            return Product(self.left[:, some], self.right[:, some])
+        if axis == 1:
+            return Product(self.left[..., some], self.right)
+        return Product(self.left, self.right[..., some])
 
-    @staticmethod
-    def placed(cut: CutProduct) -> Placed:
-        """The product after the change. It is materialised if one factor has no axis left, because the value
-        is then no larger than the other factor.
-        """
-        left, right = cut.factors()
-        if left.shape[3] == 1 or right.shape[3] == 1:
-            value = torch.matmul(left.transpose(2, 3), right)
-            return dense(value.reshape(len(left), *cut.sizes()), cut.names, cut.axes, cut.shape)
-        return arranged(Product(left, right), cut.names, cut.sizes(), cut.axes, cut.shape)
+    def times(self, by: torch.Tensor, product: Multiply) -> Product | None:
+        if by.shape[2] == 1:
+            return Product(*of_one_dtype(product(self.left, by.transpose(1, 2)), self.right))
+        return Product(*of_one_dtype(self.left, product(self.right, by))) if by.shape[1] == 1 else None
 
-    def times(self, layout: AxisLayout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
-        cut = self.cut(layout)
-        if cut is None:
+    def contract(self, axis: int, matrix: torch.Tensor) -> Product | None:
+        if axis == 0:
             return None
-        names = cut.names
-        spread = by_atoms(by, layout, cut.axes, names, each=each)
-        front = int(each) + len(cut.groups)
-        if not varies(spread, names, cut.columns, each=each):
-            shape = spread.shape[: front + len(cut.rows)]
-            cut.left = product(cut.left, spread.reshape(*shape[:front], 1, *shape[front:]))
-        elif not varies(spread, names, cut.rows, each=each):
-            shape = spread.shape
-            cut.right = product(cut.right, spread.reshape(*shape[:front], 1, *shape[front + len(cut.rows) :]))
-        elif each:
-            return None
-        else:
-            return Hadamard.of(self, layout, by, product)
-        return self.placed(cut)
-
-    def sum_times(self, layout: AxisLayout, dims: set[int], shared: torch.Tensor) -> Placed | None:
-        cut = self.cut(layout)
-        if cut is None:
-            return None
-        gone = {name for dim in dims for name in cut.axes[dim]}
-        kind = torch.promote_types(self.dtype, shared.dtype)
-        left, right, shared = self.left.to(kind), self.right.to(kind), shared.to(kind)
-        if set(cut.columns) <= gone:  # sum over b of s_ab r_tb, a vector of the other factor's kind
-            products, left_over = left * times_shared(right, shared.transpose(1, 2)), cut.rows
-        elif set(cut.rows) <= gone:
-            products, left_over = times_shared(left, shared) * right, cut.columns
-        else:
-            return None
-        names = [*cut.groups, *left_over]
-        value = products.sum(2).reshape(products.shape[0], *(layout.atoms[name] for name in names))
-        if summed := [1 + names.index(name) for name in names if name in gone]:
-            value = value.sum(summed)
-        for dim in dims:
-            cut.axes[dim] = []
-        shape = [1 if dim in dims else size for dim, size in enumerate(cut.shape)]
-        return dense(value, [name for name in names if name not in gone], cut.axes, shape)
-
-    def scatter(self, layout: AxisLayout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
-        cut = self.cut(layout)
-        if cut is None or len(cut.axes[dim]) != 1 or not cut.scatter(cut.axes[dim][0], index, size):
-            return None
-        cut.shape[dim] = size
-        return self.placed(cut)
-
-    def contract(self, layout: AxisLayout, dim: int, matrix: torch.Tensor) -> Placed | None:
-        cut = self.cut(layout)
-        if cut is None:
-            return None
-        new = len(layout.atoms)
-        if matrix.dim() > 2:
-            lead = [name for axis in cut.axes[: matrix.dim() - 2] for name in axis]
-            if lead != cut.groups or matrix.shape[:-2] != layout.inner[: matrix.dim() - 2]:
-                return None
-            matrix = matrix.reshape(*(layout.atoms[name] for name in lead), *matrix.shape[-2:])
-        if not cut.contract(cut.axes[dim], matrix, new):
-            return None
-        cut.axes[dim], cut.shape[dim] = [new], matrix.shape[-1]
-        return self.placed(cut)
+        factor, matrix = of_one_dtype(self.factors[axis - 1], matrix)
+        left, right = (factor @ matrix, self.right) if axis == 1 else (self.left, factor @ matrix)
+        return Product(*of_one_dtype(left, right))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from psgrad.engine.gradients.costs import Cost
-from psgrad.engine.gradients.layout import AxisLayout, Slice
+from psgrad.engine.gradients.layout import Slice
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.axes import CutMaps, CutRows, arranged, by_atoms, varies
-from psgrad.engine.gradients.terms.dense import dense
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
     accumulating_dtype,
@@ -26,11 +23,11 @@ from psgrad.engine.gradients.terms.numerics import (
     sum_of_products,
 )
 from psgrad.engine.gradients.terms.product import Product
-from psgrad.engine.gradients.terms.term import Multiply, Placed, Term
+from psgrad.engine.gradients.terms.term import Multiply, Term
 
 
 @dataclass(frozen=True)
-class Rows(CutMaps, Term):
+class Rows(Term):
     """Rows that are added to a table by an index: the gradient of an embedding. The one-hot factor is never
     made.
     """
@@ -285,58 +282,24 @@ class Rows(CutMaps, Term):
         for samples in blocks(self.samples, each, self.device):
             yield samples, first[ranks[samples]], self.rows[samples].to(dtype) @ second
 
-    def cut(self, layout: AxisLayout) -> CutRows | None:
-        return CutRows.of(self.index, self.rows, self.count, layout)
+    def narrow(self, axis: int, some: slice) -> Rows:
+        if axis == 1:
+            return replace(self, rows=self.rows[..., some])
+        start, stop, step = some.indices(self.count)
+        inside = (self.index >= start) & (self.index < stop) & ((self.index - start) % step == 0)
+        index = torch.where(inside, (self.index - start) // step, 0)
+        return Rows(index, self.rows.masked_fill(~inside.unsqueeze(2), 0), len(range(start, stop, step)))
 
-    @staticmethod
-    def placed(cut: CutRows) -> Placed:
-        """The rows after the change."""
-        n, t, *sizes = cut.rows.shape
-        if cut.count == 1:
-            return dense(cut.rows.sum(1), cut.columns, cut.axes, cut.shape)
-        term = Rows(cut.index, cut.rows.reshape(n, t, math.prod(sizes)), cut.count)
-        return arranged(term, [cut.table, *cut.columns], [cut.count, *sizes], cut.axes, cut.shape)
+    def times(self, by: torch.Tensor, product: Multiply) -> Rows:
+        return replace(self, rows=product(self.rows, by.squeeze(0) if by.shape[0] == 1 else by[self.index]))
 
-    def times(self, layout: AxisLayout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
-        cut = self.cut(layout)
-        if cut is None:
-            return None
-        names = [cut.table, *cut.columns]
-        spread = by_atoms(
-            by, layout, cut.axes, names, each=each
-        )  # [n or nothing, count or 1, *columns or ones]
-        if not varies(spread, names, [cut.table], each=each):
-            cut.rows = product(cut.rows, spread if each else spread.unsqueeze(0))
-        elif each:
-            samples = torch.arange(spread.shape[0], device=cut.index.device).unsqueeze(1)
-            cut.rows = product(cut.rows, spread[samples, cut.index])
-        else:
-            cut.rows = product(cut.rows, spread[cut.index])
-        return self.placed(cut)
-
-    def scatter(self, layout: AxisLayout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
-        cut = self.cut(layout)
-        if cut is None or cut.axes[dim] != [cut.table]:
-            return None
-        cut.index, cut.count, cut.shape[dim] = index[cut.index], size, size
-        return self.placed(cut)
-
-    def contract(self, layout: AxisLayout, dim: int, matrix: torch.Tensor) -> Placed | None:
-        cut = self.cut(layout)
-        if cut is None or matrix.dim() != 2:
-            return None
-        new, names = len(layout.atoms), cut.axes[dim]
-        n, t, *sizes = cut.rows.shape
-        cut.axes[dim], cut.shape[dim] = [new], matrix.shape[1]
-        if names == [cut.table]:  # sum over t of matrix[index] ⊗ rows
-            left, right = of_one_dtype(matrix[cut.index], cut.rows)
-            term_ = Product(left.unsqueeze(1), right.reshape(n, 1, t, math.prod(sizes)))
-            return arranged(term_, [new, *cut.columns], [matrix.shape[1], *sizes], cut.axes, cut.shape)
-        if names != cut.columns:
-            return None
-        rows, matrix = of_one_dtype(cut.rows.reshape(n, t, math.prod(sizes)), matrix)
-        cut.rows, cut.columns = torch.matmul(rows, matrix), [new]
-        return self.placed(cut)
+    def contract(self, axis: int, matrix: torch.Tensor) -> Term:
+        """Along the table: the sum over positions of matrix[index] and rows, a product."""
+        if axis == 0:
+            left, right = of_one_dtype(matrix[self.index], self.rows)
+            return Product(left.unsqueeze(1), right.unsqueeze(1))
+        rows, matrix = of_one_dtype(self.rows, matrix)
+        return replace(self, rows=rows @ matrix)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ from psgrad.engine.gradients.terms.numerics import (
 )
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # torch.mul or torch.div
-Names = list[int]  # of atoms (axes.py)
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ class Term(ABC):
         )
 
     @property
-    def multiplications(self) -> int:
+    def multiplications(self) -> float:
         """The multiplications of the sum over samples, for each sample."""
         return self.summands * math.prod(self.shape)
 
@@ -378,40 +377,19 @@ class Term(ABC):
         """
         raise NotImplementedError
 
-    # -- linear maps -----------------------------------------------------------------------------------------
-    # Each returns None where the value would have to be materialised. Layouts have no window here. An axis of
-    # the layout is given by its number.
+    # -- linear maps ----------------------------------------------------------------------------------------
+    # Along axes of `shape`. Each returns None where it is no map of the factors.
 
-    def narrow(self, layout: AxisLayout, dim: int, start: int, step: int, length: int) -> Placed | None:
-        """`length` places of an axis."""
+    def narrow(self, axis: int, some: slice) -> Term | None:
+        """Some places of an axis."""
         return None
 
-    def sum(self, layout: AxisLayout, dims: set[int]) -> Placed | None:
-        """The sum over some axes, which stay with length one."""
+    def times(self, by: torch.Tensor, product: Multiply) -> Term | None:
+        """Element by element times `by`, with length one along the axes on which it does not depend."""
         return None
 
-    def times(self, layout: AxisLayout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
-        """Element by element times `by` [*shape], or [n, *shape] if `each`, with length one along the axes on
-        which it does not depend.
-        """
-        return None
-
-    def sum_times(self, layout: AxisLayout, dims: set[int], shared: torch.Tensor) -> Placed | None:
-        """The sum over some axes of the value times a tensor [*shape] that all samples share."""
-        return None
-
-    def scatter(self, layout: AxisLayout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
-        """An axis of length `size`, in which the entries of an axis are added at an index [length]."""
-        return None
-
-    def contract(self, layout: AxisLayout, dim: int, matrix: torch.Tensor) -> Placed | None:
-        """An axis contracted with the first axis of a matrix [size, k]; or of matrices [*lead, size, k], one
-        for each entry of the axes in front.
-        """
-        return None
-
-    def expand(self, layout: AxisLayout, shape: Sequence[int]) -> Placed | None:
-        """Repeated along axes of length one, or along new axes in front."""
+    def contract(self, axis: int, matrix: torch.Tensor) -> Term | None:
+        """An axis contracted with the first axis of a matrix [size, k]."""
         return None
 
 

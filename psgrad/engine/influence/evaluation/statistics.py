@@ -42,7 +42,7 @@ def interval_of(estimate: float, without: Array, correlation: bool = False) -> I
     correlation is of Fisher's transform of it, and so within -1 and 1.
 
     It always holds the estimate. Over all subsets that could be drawn a rank correlation is larger by
-    3 (rho - tau) / (k + 1), which is not corrected (decision 0078).
+    3 (rho - tau) / (k + 1), which is not corrected (decision 0019).
     """
     from scipy.stats import t
 

@@ -39,9 +39,9 @@ def build_index(
     """Compute and write what the store does not hold yet.
 
     Args:
-        load: checkpoint number to the training examples as that checkpoint gets them, for this process alone:
-            the store's new rows. Called once for each checkpoint with shards to write, in order, so that one
-            model is in memory at a time.
+        load: checkpoint number to the training examples as that checkpoint gets them, for this process alone.
+            Called once for each checkpoint with shards to write, in order, so that one model is in memory at
+            a time.
         say: called with the rows whose gradients are not finite.
         progress: called after each shard with (rows done, rows in all), over all checkpoints.
         processes: those that share the shards: a process takes the next one that no other has taken. None for
@@ -55,7 +55,7 @@ def build_index(
     the description says, and what `projected_rows` raises.
     """
     processes = OneProcess() if processes is None else processes
-    spec, shards, first_row = spec_of(store.description), store.shards, store.new_rows.start
+    spec, shards = spec_of(store.description), store.shards
     missing = processes.agreed("index.missing", lambda: _flat(store.unwritten()))
     todo = list(zip(missing[::2], missing[1::2], strict=True))
     own = {place for each in processes.own([range(len(shards))]) for place in each}
@@ -78,9 +78,8 @@ def build_index(
         for each in processes.ranges(f"index.{number}", every):
             shard = each.start
             rows = shards[shard]
-            start, stop = rows.start - first_row, rows.stop - first_row
-            blocks = list(going.blocks(start, stop))
-            nonfinite = start + torch.cat([~block.finite for block in blocks]).nonzero().flatten()
+            blocks = list(going.blocks(rows.start, rows.stop))
+            nonfinite = rows.start + torch.cat([~block.finite for block in blocks]).nonzero().flatten()
             if bad := list(map(str, examples.numbers_of(nonfinite).tolist())):
                 say(
                     f"{len(bad)} rows have a gradient that is not finite, and no score:"
@@ -88,7 +87,7 @@ def build_index(
                 )
             arrays = encoded(blocks, spec.dtype, form)
             if number == 0 and digests is not None:
-                arrays["digest"] = digests(start, stop)
+                arrays["digest"] = digests(rows.start, rows.stop)
             store.write(number, shard, arrays)
             computed += len(rows)
             progress(processes.progress("index", len(rows)), total)

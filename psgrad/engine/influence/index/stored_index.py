@@ -66,14 +66,8 @@ class IndexSpec:
 class IndexStore(Protocol):
     """The interface of an index's storage: psgrad.run.gradient_index.GradientIndex."""
 
-    @property
-    def description(self) -> dict[str, Any]: ...
-
-    @property
-    def shards(self) -> list[range]: ...
-
-    @property
-    def new_rows(self) -> range: ...
+    description: dict[str, Any]
+    shards: list[range]
 
     def unwritten(self) -> list[tuple[int, int | None]]: ...
 
@@ -119,9 +113,8 @@ def describe(
 
 
 def spec_of(description: Mapping[str, Any]) -> IndexSpec:
-    """The content of an index with this description, which in earlier versions had no rank."""
-    known = {name: description[name] for name in IndexSpec.__dataclass_fields__ if name in description}
-    return IndexSpec(**known)
+    """The content of an index with this description."""
+    return IndexSpec(**{name: description[name] for name in IndexSpec.__dataclass_fields__})
 
 
 def projector_of(description: Mapping[str, Any], number: int) -> Projector:

@@ -26,16 +26,14 @@ from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit
 from psgrad.engine.influence.damping_choice import with_chosen_damping
 from psgrad.engine.influence.inverses import AtOutput, ByKernel, ByMatrix, ByProducts, Solve
 from psgrad.engine.influence.leverage import TITLES, Corrected, Damping, InverseProblem, default_damping
-from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED, Checkpoint, Fitted, Method
+from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method
 from psgrad.engine.influence.solvers.conjugate_gradient import (
     Diagonal,
     Preconditioner,
     conjugate_gradient,
     nystroem,
 )
-from psgrad.engine.influence.solvers.lissa import lissa
 from psgrad.engine.influence.solvers.solver_costs import LARGEST, Work, solved_products, tell_of_time
-from psgrad.engine.influence.solvers.spectrum import arnoldi
 from psgrad.errors import ConfigError, InfluenceError
 
 # Parameters up to which the curvature is materialised in any case: 288 MB, and seconds for its
@@ -47,14 +45,12 @@ _UNKNOWN_RATIO, _QUERIES = 0.01, 100
 
 DEFAULT = 1.0
 """The damping of networks, in mean eigenvalues, unless removals do not do what they are predicted to."""
-_SOLVERS = ("auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi")
+_SOLVERS = ("auto", "exact", "dual", "conjugate_gradient")
 _PRECONDITIONERS = ("auto", "none", "diagonal", "nystroem", "ekfac")
 # From this number of queries on, which share a Krylov space, a preconditioner of that rank costs more
 # products than it saves. Measured on digits.
 _MANY_QUERIES = 100
-_RANKS = {"nystroem": 200, "arnoldi": 50}
-# Products at most, and what LiSSA's may take, where the options don't say.
-_LISSA_SECONDS = 60.0
+_RANK, _ITERATIONS = 200, 200  # where the options don't say
 _NOT_AFFINE = (
     "the model is not affine in its parameters, so that no training ends where a step of the curvature says"
 )
@@ -63,13 +59,10 @@ _OTHER_CURVATURE = (
     "the empirical Fisher is no curvature of the training loss, and is as much too small as the losses are"
 )
 _RANDOM_ROWS = "the curvature is a sum of random rows, which is right on average alone"
-_OTHER_ESTIMAND = "arnoldi inverts the curvature along its leading eigenvectors only"
-# Solvers whose scores can be corrected for leverage, and the residual of the solves that one of them
-# estimates it by.
-_WITH_LEVERAGE, ROUGH = ("exact", "dual", "conjugate_gradient"), 1e-3
+# The residual of the solves by which conjugate gradients estimate the leverage.
+ROUGH = 1e-3
 # Solvers of sampled rows.
 _OF_FEW_ROWS = ("exact", "dual")
-_ITERATIONS = {"conjugate_gradient": 200, "lissa": 5000, "arnoldi": 200}
 # Products with single vectors by which conjugate gradients estimate the ends of the spectrum first.
 _BEFORE_SOLVING = 40
 
@@ -88,9 +81,8 @@ class Influence(Method):
             'sampled': a sum of `draws` random rows for each example, other ones at each checkpoint, whose
             mean is the Gauss-Newton matrix. With few rows dual takes little time, for large outputs, too;
             what they miss averages out over checkpoints, and does not at a single one.
-        solver: 'exact' materialises C, 'dual' the inner products of its rows; 'conjugate_gradient', 'lissa'
-            and 'arnoldi' take products with C alone, and 'arnoldi' inverts C along its leading eigenvectors
-            only, which is another estimand. 'auto' takes exact up to 6,000 parameters, and beyond what is
+        solver: 'exact' materialises C, 'dual' the inner products of its rows; 'conjugate_gradient'
+            takes products with C alone. 'auto' takes exact up to 6,000 parameters, and beyond what is
             predicted to be the least work that fits into memory (solvers/solver_costs.py). Of 'sampled' there
             are exact and dual.
         damping: lam; None for `relative_damping` times the mean eigenvalue of C. Where neither is given, lam
@@ -107,11 +99,11 @@ class Influence(Method):
             output that the step leads to, to first order in the parameters (inverses.py, AtOutput). It brings
             out what a large change of a confident query is. 'auto': the latter where the damping is zero by
             default, and to first order for scores by layer.
-        tolerance, iterations: of conjugate_gradient and lissa, the relative residual of each query and
-            products at most (arnoldi: the size of its Krylov space); None for 200, 5000 and 200.
+        tolerance, iterations: of conjugate_gradient, the relative residual of each query and products at
+            most; None for 200.
         preconditioner: of conjugate_gradient, 'none', 'diagonal', 'nystroem', 'ekfac' (blocks by Kronecker
             factors), or 'auto', which is nystroem for less than a hundred queries.
-        rank: of the Nystroem preconditioner and of arnoldi; None for 200 and 50.
+        rank: of the Nystroem preconditioner; None for 200.
         draws: of the curvature 'sampled'.
         seed: of what is drawn.
     """
@@ -119,7 +111,7 @@ class Influence(Method):
     name = "influence"
 
     curvature: Literal["gauss_newton", "hessian", "fisher", "sampled"] = "gauss_newton"
-    solver: Literal["auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi"] = "auto"
+    solver: Literal["auto", "exact", "dual", "conjugate_gradient"] = "auto"
     damping: float | None = None
     relative_damping: float | None = None
     weight_decay: float = 0.0
@@ -168,13 +160,6 @@ class Influence(Method):
         if self.curvature in ("fisher", "sampled"):  # as much too small as the losses are, or random
             object.__setattr__(self, "unit", RELATIVE)
             object.__setattr__(self, "predicts_removal", False)
-        elif self.solver == "arnoldi":  # another estimand than the others', and so not the class's unit
-            object.__setattr__(
-                self,
-                "unit",
-                f"{UNCALIBRATED}, as far as its effect is along the curvature's leading eigenvectors",
-            )
-            object.__setattr__(self, "predicts_removal", False)
         if self.curvature == "hessian" and self.solver == "dual":
             raise ConfigError(
                 "influence: the dual solver has no Hessian",
@@ -189,7 +174,7 @@ class Influence(Method):
             )
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
-        affine = self.solver != "arnoldi" and is_affine(training)
+        affine = is_affine(training)
         convex = (
             affine and self.curvature != "sampled" and self.damping is None and self.relative_damping is None
         )
@@ -199,12 +184,6 @@ class Influence(Method):
         solver, why = self._choice(
             training, checkpoint.queries, bool(self.leverage) or (convex and amounts), damping
         )
-        if self.leverage and solver not in _WITH_LEVERAGE:
-            raise InfluenceError(
-                "the leverage correction needs every training example's own part of the inverse, which"
-                f" {solver} does not give ({why})",
-                next_step="set solver: exact, dual or conjugate_gradient; or leverage: false",
-            )
         if self.leverage and output_size(training) > LARGEST_OUTPUT:
             raise InfluenceError(
                 f"the leverage correction takes the output's {output_size(training)} numbers one by one",
@@ -237,8 +216,8 @@ class Influence(Method):
             rough = replace(self, tolerance=max(self.tolerance, ROUGH))
             fitted = ByProducts.fit(
                 problem,
-                self._solve(solver, training, checkpoint),
-                rough._solve(solver, training, checkpoint),
+                self._solve(training, checkpoint),
+                rough._solve(training, checkpoint),
                 self.seed,
             )
         # Other solvers keep the default, as another damping takes a solve a vector, or a larger factor.
@@ -256,7 +235,7 @@ class Influence(Method):
         )
         corrected = self.leverage
         if corrected is None:
-            corrected = by_default and solver in _WITH_LEVERAGE and fitted.has_leverage()
+            corrected = by_default and fitted.has_leverage()
         by_output = self.change == "output" or (self.change == "auto" and by_default)
         fitted.problem = replace(fitted.problem, leverage=corrected)
         change = "output" if by_output else "gradient"
@@ -287,8 +266,6 @@ class Influence(Method):
             return _OTHER_CURVATURE
         if self.curvature == "sampled":
             return _RANDOM_ROWS
-        if self.solver == "arnoldi":
-            return _OTHER_ESTIMAND
         return None if affine else _NOT_AFFINE
 
     def _choice(
@@ -334,44 +311,22 @@ class Influence(Method):
             next_step="take fewer draws, or influence.method.name: ekfac",
         )
 
-    # -- solvers that take products --------------------------------------------------------------------------
+    # -- conjugate gradients ---------------------------------------------------------------------------------
 
-    def _solve(self, solver: str, training: Examples, checkpoint: Checkpoint) -> Solve:
-        """One of the solvers that take products: conjugate_gradient, lissa, arnoldi."""
+    def _solve(self, training: Examples, checkpoint: Checkpoint) -> Solve:
+        """The solver that takes products."""
 
         def solve(
             products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool
         ) -> tuple[torch.Tensor, dict[str, Any]]:
-            iterations = _ITERATIONS[solver] if self.iterations is None else self.iterations
-            if spectrum and solver != "lissa":  # which predicts its own
-                products_with_one = iterations if solver == "arnoldi" else _BEFORE_SOLVING
-                solved = 0 if solver == "arnoldi" else solved_products(len(rhs))
-                tell_of_time(products, rhs, products_with_one, solved, training, checkpoint.say)
-            if solver == "arnoldi":
-                result = arnoldi(
-                    products.apply,
-                    rhs.shape[1],
-                    rank=self._rank("arnoldi", rhs),
-                    iterations=iterations,
-                    seed=self.seed,
-                    device=rhs.device,
-                )
-                return result.solve(rhs, damping), result.facts
-            if solver == "lissa":
-                return lissa(
-                    products.damped(damping),
-                    rhs,
-                    tolerance=self.tolerance,
-                    iterations=iterations,
-                    seconds=_LISSA_SECONDS if self.iterations is None else None,
-                    clock=training.seconds,
-                    say=checkpoint.say,
-                )
+            if spectrum:
+                solved = solved_products(len(rhs))
+                tell_of_time(products, rhs, _BEFORE_SOLVING, solved, training, checkpoint.say)
             return conjugate_gradient(
                 products.damped(damping),
                 rhs,
                 tolerance=self.tolerance,
-                iterations=iterations,
+                iterations=_ITERATIONS if self.iterations is None else self.iterations,
                 preconditioner=self._preconditioner(products, damping, rhs, training),
                 room=training.free_bytes,
                 spectrum=spectrum,
@@ -379,9 +334,6 @@ class Influence(Method):
             )
 
         return solve
-
-    def _rank(self, of: str, rhs: torch.Tensor) -> int:
-        return min(_RANKS[of], rhs.shape[1]) if self.rank is None else self.rank
 
     def _preconditioner(
         self, products: CurvatureProducts, damping: float, rhs: torch.Tensor, training: Examples
@@ -395,7 +347,7 @@ class Influence(Method):
         # a Hessian need not be positive, as a Nystroem factor must be
         few = len(rhs) < _MANY_QUERIES and self.curvature != "hessian"
         if self.preconditioner == "nystroem" or (self.preconditioner == "auto" and few):
-            rank = self._rank("nystroem", rhs)
+            rank = min(_RANK, rhs.shape[1]) if self.rank is None else self.rank
             return nystroem(
                 products.apply, rhs.shape[1], damping, rank=rank, seed=self.seed, device=rhs.device
             )

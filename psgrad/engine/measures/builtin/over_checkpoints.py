@@ -21,10 +21,10 @@ from psgrad.engine.measures.checkpoint_history import (
     column,
     disagreement,
     rank_correlation,
+    require_checkpoints,
     require_labels,
     slope,
 )
-from psgrad.engine.measures.checkpoint_passes import Grouping, StackedModels, grouped, require_checkpoints
 from psgrad.engine.measures.measure import (
     Arrays,
     CheckpointModel,
@@ -48,72 +48,45 @@ class CheckpointOutputs(Measure):
     )
     unit: ClassVar[str] = "as loss and grad_norm"
     source: ClassVar[str] = "none: grand, el2n_over_checkpoints, forgetting and trajectory use it"
-    cost: ClassVar[str] = (
-        "one pass of norms for each checkpoint; several at once if that is priced lower (numbers.way says"
-        " which)"
-    )
+    cost: ClassVar[str] = "one pass of norms for each checkpoint"
 
     def prepare(self, setting: Setting) -> None:
         require_checkpoints(self, setting, 1, "the samples pass at each")
         self._setting = setting
-        self._grouping: Grouping | None = None
 
     def passes(self) -> Sequence[OwnPass]:
-        examples, checkpoints = self._setting.examples, self._setting.checkpoints
-        model = examples.objective.with_summary(self._summary())
-        self._grouping = grouped(examples, model, len(checkpoints), examples.stream.chunk_size)
-        result, first = [], 0
-        for size in self._grouping.sizes:
-            result.append(
-                OwnPass(_pass_name(first, size), partial(self._run, first, checkpoints[first : first + size]))
-            )
-            first += size
-        return result
+        return [
+            OwnPass(f"checkpoint-{t}", partial(self._run, t, checkpoint))
+            for t, checkpoint in enumerate(self._setting.checkpoints)
+        ]
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         history = History.of(self._setting.checkpoint_names, rows)
-        reason = self._grouping.why if self._grouping else None
         return Gathered(
-            numbers={
-                "checkpoints": self._setting.checkpoint_names,
-                "way": reason,
-                "nonfinite": history.nonfinite(),
-            }
+            numbers={"checkpoints": self._setting.checkpoint_names, "nonfinite": history.nonfinite()}
         )
 
-    def _run(
-        self, first: int, checkpoints: Sequence[CheckpointModel], rows: range, chunk_size: int
-    ) -> Iterator[Columns]:
-        """The pass of one group of checkpoints, the weights of which are in memory during the pass."""
-        examples = self._setting.examples
-        objectives = [checkpoint.objective().with_summary(self._summary()) for checkpoint in checkpoints]
-        there = replace(examples, objective=objectives[0]).sized(chunk_size)
-        if len(checkpoints) == 1:
-            return there.stream.run(rows.stop, [CheckpointColumns(first)], start=rows.start)
-        ensemble = StackedModels.of(objectives[0], [objective.model for objective in objectives])
-        return there.stream.run(rows.stop, [CheckpointColumns(first)], ensemble.columns, rows.start)
+    def _run(self, t: int, checkpoint: CheckpointModel, rows: range, chunk_size: int) -> Iterator[Columns]:
+        """The pass at checkpoint t, whose weights are in memory during the pass."""
+        objective = checkpoint.objective().with_summary(self._summary())
+        there = replace(self._setting.examples, objective=objective).sized(chunk_size)
+        return there.stream.run(rows.stop, [CheckpointColumns(t)], start=rows.start)
 
     def _summary(self) -> Callable[[Any, Any], dict[str, torch.Tensor]]:
         return checkpoint_summary(self._setting.kind, self._setting.ignore_index)
 
 
-def _pass_name(first: int, size: int) -> str:
-    return f"checkpoint-{first}" if size == 1 else f"checkpoints-{first}-to-{first + size - 1}"
-
-
 class CheckpointColumns:
-    """The results of one pass for a chunk, as columns [k, checkpoints of the pass]."""
+    """Loss, norm and the kept part of the output at checkpoint t, as columns [k]."""
 
     needs_factors = False
 
-    def __init__(self, first: int) -> None:
-        self._first = first
+    def __init__(self, t: int) -> None:
+        self._t = t
 
-    def columns(self, found: Any) -> Arrays:
-        if isinstance(found, PerSampleGradients | SquareNorms):
-            columns = {"loss": found.losses.double(), "grad_norm": found.square_norms().sqrt(), **found.aux}
-            found = {name: values.unsqueeze(1) for name, values in columns.items()}
-        return {column(name, self._first): values.contiguous() for name, values in found.items()}
+    def columns(self, found: PerSampleGradients | SquareNorms) -> Arrays:
+        columns = {"loss": found.losses.double(), "grad_norm": found.square_norms().sqrt(), **found.aux}
+        return {column(name, self._t): values.contiguous() for name, values in columns.items()}
 
     def keep(self) -> None:
         """Nothing is gathered."""

@@ -11,8 +11,7 @@ import torch
 
 from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.measures.attribution_points import Inputs, Point, Scalar, places_of
-from psgrad.engine.measures.checkpoint_history import require_checkpoints
-from psgrad.engine.measures.checkpoint_passes import Resident
+from psgrad.engine.measures.checkpoint_history import Resident, require_checkpoints
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting, require_classes
 from psgrad.engine.measures.passes import refusing, row_pass
 from psgrad.errors import MeasureError

@@ -1,0 +1,53 @@
+"""Completes a config once, before anything that it names is loaded: the names of classes that a stored
+reference or an index has, and the method of influence. A file that lacks a class is numbered as that one was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from psgrad.config import Config, MethodConfig
+from psgrad.quality.gates import read_baseline
+from psgrad.quality.references import CLASSES, measured_as
+from psgrad.run.finished import finished_manifest
+from psgrad.run.gradient_index import GradientIndex
+
+
+def completed_for_analyze(config: Config) -> Config:
+    """The config with the names of the stored run, or the baseline, that samples are compared with, where it
+    has none.
+    """
+    source = config.analyze.outliers.reference
+    if config.data.class_names is not None or source is None or source.stored is None:
+        return config
+    if source.baseline is not None:
+        stored = (read_baseline(config.base / source.baseline).reference or {}).get("measured_as", {})
+    else:
+        stored = measured_as(finished_manifest(config.base / source.stored))
+    return _with_names(config, stored.get(CLASSES))
+
+
+def completed_for_influence(config: Config, say: Callable[[str], None]) -> Config:
+    """The config with the names of the index in its folder, where it has none, and with EK-FAC as its method,
+    where it names none and the loss is one of tokens: a solve for each query, and the Gauss-Newton matrix of
+    outputs as large as a vocabulary, take minutes there.
+    """
+    influence = config.influence
+    index = influence.index
+    if config.data.class_names is None and index is not None:
+        stored: Any = GradientIndex.begun(index.path)
+        names = None if stored is None else stored.description.get("fingerprint", {}).get(CLASSES)
+        config = _with_names(config, names)
+    named = "method" in influence.model_fields_set
+    if named or config.loss.name != "token_cross_entropy" or config.data.group or index is not None:
+        return config
+    say("influence.method: ekfac, the default where the loss is one of tokens")
+    changed = influence.model_copy(update={"method": MethodConfig(name="ekfac")})
+    return config.model_copy(update={"influence": changed})
+
+
+def _with_names(config: Config, names: list[str] | None) -> Config:
+    if names is None:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"class_names": names})})
