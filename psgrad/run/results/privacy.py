@@ -129,8 +129,8 @@ class DPStepResult(ShortRepr):
     """The result of `psgrad dp-step`.
 
     Public: `step`, the content of public/step.json (StepStatement); `curve`, (number of steps, epsilon after
-    them), for all planned steps, by the accountant `curve_accountant` ("RDP" or "PLD"); `curve_pld`, the same
-    by PLD at a few places, empty if it is undefined; `notes`, lines that reveal nothing about the data.
+    them), for all planned steps, by the accountant `curve_accountant` ("RDP" or "PLD");
+    `notes`, lines that reveal nothing about the data.
 
     NOT PRIVATE: `steps`, one row for each step of this run (STEP_COLUMNS: `batch_size` the records drawn,
     `clip_fraction` the share of them whose norm was above its bound, `nonfinite` the records left out);
@@ -146,14 +146,13 @@ class DPStepResult(ShortRepr):
     bound: float | None = None
     curve_accountant: str = "RDP"
     notes: list[str] = field(default_factory=list)
-    curve_pld: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, repr=False)
 class NoisePlan(ShortRepr):
     """The cost of one noise multiplier over all planned steps; None where an accountant gives no result.
 
-    `noise_std` is the standard deviation on the sum, of the first step. `curve_pld` is as in DPStepResult.
+    `noise_std` is the standard deviation on the sum, of the first step.
     `configured` marks the multiplier of the config, or of its target epsilon.
     """
 
@@ -163,7 +162,6 @@ class NoisePlan(ShortRepr):
     epsilon_pld: float | None
     curve: list[tuple[int, float]]
     configured: bool = False
-    curve_pld: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, repr=False)
