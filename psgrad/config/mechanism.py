@@ -145,7 +145,7 @@ class ScheduleConfig(ConfigSection):
 
 _ONE_MECHANISM = (
     "the only mechanism is Gaussian noise, rounded to a public grid that follows from its deviation; leave"
-    " the key out (a run with discrete noise goes on in the psgrad that began it)"
+    " the key out"
 )
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from scipy import stats
 
-from psgrad.commands import private_statement, private_steps
+from psgrad.commands import private_steps
 from psgrad.commands.private_statement import Statement
 from psgrad.commands.private_steps import PrivateRun
 from psgrad.engine.privacy.clipping import MARGIN
@@ -103,7 +103,6 @@ def test_rounding_is_stated_and_kept_to(private: PrivateWorkplace) -> None:
         "grid": 2.0**-12,  # of noise with standard deviation 2.3 * 0.5
         "formula": "2^(floor(log2(noise_std)) - 12)",
         "residual_epsilon": residual_epsilon(3 * numbers, 0.01),
-        "unrounded_steps": 0,
     }
     assert [line["noise_grid"] for line in private.ledger("step")] == [2.0**-12] * 3
     released = load_file(private.run_folder / "public" / "noisy_sum.safetensors")
@@ -113,7 +112,7 @@ def test_rounding_is_stated_and_kept_to(private: PrivateWorkplace) -> None:
     assert "what is left of floating point adds at most" in step["guarantee"]
 
 
-def test_rounding_of_steps_that_an_earlier_version_took_is_not_claimed(
+def test_run_with_unrounded_noise_of_an_earlier_version_is_not_resumed(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = Statement.ledger_line
@@ -124,27 +123,7 @@ def test_rounding_of_steps_that_an_earlier_version_took_is_not_claimed(
     with monkeypatch.context() as earlier:
         earlier.setattr(Statement, "ledger_line", as_before)
         private.succeeded("--steps", "2")
-    private.succeeded("--resume")
-    assert private.step()["rounding"]["unrounded_steps"] == 2
-    assert (
-        "2 steps of an earlier version had noise whose floating-point gaps may tell records"
-        in private.step()["guarantee"]
-    )
-
-
-def test_run_with_discrete_noise_of_an_earlier_version_is_not_resumed(
-    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as earlier:
-        earlier.setattr(private_statement, "MECHANISM", "discrete_gaussian")
-        private.succeeded("--steps", "1")
-    private.refused(
-        2,
-        "the noise of the ledger out/public/ledger.jsonl is 'discrete_gaussian'",
-        "go on with it in the psgrad that began it, or begin a new run",
-        options=("--resume", "--steps", "1"),
-    )
-    assert len(private.ledger("step")) == 1
+    private.refused(2, "begun by an older psgrad", options=("--resume", "--steps", "1"))
 
 
 def test_noise_multiplier_whose_tail_ends_too_early_is_refused(private: PrivateWorkplace) -> None:

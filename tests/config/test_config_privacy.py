@@ -336,7 +336,7 @@ def test_what_the_divisor_is_for_is_reported_where_it_is_missing(tmp_path: Path)
             "noise.mechanism=discrete_gaussian",
             "privacy.noise.mechanism: not a key here: the only mechanism is Gaussian noise, rounded",
         ),
-        ("noise.mechanism=gaussian", "leave the key out (a run with discrete noise goes on in the psgrad"),
+        ("noise.mechanism=gaussian", "leave the key out"),
         ("noise.grid=1e-6", "privacy.noise.grid: not a key here: the only mechanism is Gaussian noise"),
         ("noise.generator=chacha", "privacy.noise.generator: not a key here: noise comes from AES-256"),
         ("noise.seed=-1", "privacy.noise.seed: got -1, expected at least 0"),

@@ -33,7 +33,6 @@ def step(**changes: Any) -> dict[str, Any]:
             "grid": 2.0**-11,
             "formula": "2^(floor(log2(noise_std)) - 12)",
             "residual_epsilon": 2e-6,
-            "unrounded_steps": 0,
         },
         "generator": "AES-256-CTR, keyed by the operating system",
         "insecure_deterministic": False,

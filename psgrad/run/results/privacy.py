@@ -37,11 +37,10 @@ class StepStatement:
     than it need be. noise_multiplier: what the latest step is accounted with. noise_std: the standard
     deviation of its noise on the sum, which is noise_multiplier times `sensitivity`, and more where the bound
     adapts. rounding: `grid`, of which the latest step's released numbers are multiples (None without noise),
-    `formula`, from which it follows, `residual_epsilon`, what floating point may add to epsilon, and
-    `unrounded_steps`, how many noisy steps psgrad 0.1 took without a grid. unit: a part of a sentence, "one
-    row". trainable: {"parameters", "tensors", "of_parameters"}. budget: {"id", "epsilon", "delta"} of all
-    runs on the data, None without one. assumptions: see `assumptions_of`. model_sha256: of
-    public/model.safetensors.
+    `formula`, from which it follows, and `residual_epsilon`, what floating point may add to epsilon. unit: a
+    part of a sentence, "one row". trainable: {"parameters", "tensors", "of_parameters"}. budget: {"id",
+    "epsilon", "delta"} of all runs on the data, None without one. assumptions: see `assumptions_of`.
+    model_sha256: of public/model.safetensors.
     """
 
     format: int
