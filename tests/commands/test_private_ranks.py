@@ -9,10 +9,7 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,6 @@ from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.errors import EXIT_RUNTIME, EXIT_TERMINATED, DataError
 from psgrad.run import Ledger
 from psgrad.run.ledger_lines import has_begun
-from tests.commands.test_processes import alive, wait_for_ranks
 from tests.forked_ranks import EndedRank, Plant, die, hasty, run_ranks
 from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
 from tests.workplace import Workplace
@@ -187,25 +183,6 @@ def test_coins_of_ranks_follow_from_secrets_that_are_in_no_file(
     for file in (path for path in (private.folder / "secret").rglob("*") if path.is_file()):
         content = file.read_bytes()
         assert all(key not in content and key.hex().encode() not in content for key in keys)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_config_of_digits_by_ranks_equals_one_process(private: PrivateWorkplace, count: int) -> None:
-    """Its factory draws the weights, in float32: sums differ by rounding, and after noise by a step of the
-    grid.
-    """
-    config = str(Path(__file__).parents[2] / "configs" / "digits-dp.yaml")
-    for size in (1, count):
-        output = private.folder / f"by-{size}"
-        options = ("--steps", "3", "--output", str(output), *SEEDED)
-        ended = run_ranks(private.folder, size, "dp-step", config, *options)
-        assert [rank.code for rank in ended] == [0] * size, [rank.err for rank in ended]
-    lines = private_ledger(private.folder / "by-1")
-    one, several = (released(private.folder / f"by-{size}") for size in (1, count))
-    for name, value in one.items():
-        bound = lines[-1]["noise_grid"] if name.startswith("sum ") else 1e-6
-        assert (several[name] - value).abs().max() <= bound, name
 
 
 # -- mistakes ------------------------------------------------------------------------------------------------
@@ -461,36 +438,6 @@ def test_signal_to_all_ranks_ends_them_after_the_step(private: PrivateWorkplace)
     ended = ranks(private, 2, "--steps", "all", plant=plant)
     assert [rank.code for rank in ended] == [EXIT_TERMINATED] * 2, ended
     assert len(private.ledger("step")) == checkpoint(private.run_folder).metadata["step"] == 2
-
-
-# -- the launcher --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_process_of_the_launcher_ends_all(private: PrivateWorkplace, victim: int) -> None:
-    private.privacy["steps"] = 100_000
-    private.privacy["noise"] = {"multiplier": 50.0}
-    (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
-    begin = [sys.executable, "-m", "psgrad", "dp-step", "config.yaml", "--processes", "2"]
-    launcher = subprocess.Popen([*begin, "--steps", "all"], stderr=subprocess.PIPE, text=True)
-    pids = wait_for_ranks(launcher, private.run_folder / "public/ledger.jsonl")
-    time.sleep(1)
-    os.kill(pids[victim], signal.SIGKILL)
-    began = time.monotonic()
-    _, words = launcher.communicate(timeout=150)
-    assert time.monotonic() - began < 30
-    assert launcher.returncode == EXIT_RUNTIME
-    assert f"rank {victim}" in words
-    assert "Traceback" not in words
-    assert not any(alive(pid) for pid in pids)
-    paid = len(private.ledger("step"))
-    again = subprocess.run(
-        [*begin, "--steps", "3", "--resume"], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert again.returncode == 0, again.stderr
-    assert len(private.ledger("step")) == paid + 3
 
 
 # -- helpers -------------------------------------------------------------------------------------------------

@@ -704,29 +704,6 @@ def test_batch_statistics(private: PrivateWorkplace) -> None:
     private.refused(3, "BatchNorm1d", "nn.GroupNorm")
 
 
-def test_a_buffer_that_the_data_updates(private: PrivateWorkplace) -> None:
-    private.workplace.use_model(
-        "class Model(nn.Linear):\n"
-        "    def __init__(self):\n"
-        "        super().__init__(4, 3)\n"
-        "        self.register_buffer('seen', torch.zeros(4))\n"
-        "    def forward(self, x):\n"
-        "        self.seen = self.seen + x.mean(0)\n"
-        "        return super().forward(x)\n"
-    )
-    private.refused(3, "seen", "buffer")
-
-
-def test_a_loss_that_remembers_other_records(private: PrivateWorkplace) -> None:
-    private.workplace.use_loss(
-        "import torch.nn.functional as F\nbank = []\n\n\n"
-        "def loss(output, target):\n"
-        "    bank.append(float(output.detach().sum()))\n"
-        "    return F.cross_entropy(output, target) + output.sum() * sum(bank)\n"
-    )
-    private.refused(3, "loss")
-
-
 def test_an_expected_batch_size_that_is_missing_or_off(private: PrivateWorkplace) -> None:
     private.privacy["expected_batch_size"] = 120
     private.refused(2, "privacy.expected_batch_size is 120, and batches will have about 12 records")
@@ -928,20 +905,6 @@ def test_frozen_parameter_that_is_written_into_is_not_published(private: Private
         0.0,
         0.0,
     ]  # of before the first step
-
-
-@pytest.mark.long
-def test_trained_parameter_that_is_written_into_through_numpy_stops_the_run_unpaid(
-    private: PrivateWorkplace,
-) -> None:
-    keeping(private, "self.alias[:] += 1")
-    model = private.folder / "model.py"
-    built = "self.known = [0.0]\n        self.alias = self.last.weight.detach().numpy()"
-    model.write_text(model.read_text().replace("self.known = [0.0]", built))
-    private.config["engine"]["dtype"] = "float32"  # the alias is of the memory that is trained
-    private.refused(3, "wrote into alias while records were computed", options=("--steps", "2"))
-    assert private.ledger("step") == []
-    assert not (private.run_folder / "public" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("flag", ["self.known", "KNOWN"])

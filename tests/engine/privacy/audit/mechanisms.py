@@ -17,7 +17,6 @@ from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import Sampling
-from tests.engine.privacy.planted import normals
 
 PARAMETERS = {
     "first.weight": torch.zeros(80, 60),
@@ -34,29 +33,6 @@ class HalfNoise(Noise):
         self, sums: dict[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator
     ) -> dict[str, Tensor]:  # type: ignore[override]
         return Noise(self.multiplier / 2).add(sums, clipping, relation, generator)
-
-
-class NoNoise(Noise):
-    """Noise that is declared and not there."""
-
-    def add(
-        self, sums: dict[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator
-    ) -> dict[str, Tensor]:  # type: ignore[override]
-        return dict(sums)
-
-
-class SameNoise(Noise):
-    """Noise that starts from one seed for each tensor."""
-
-    def add(
-        self, sums: dict[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator
-    ) -> dict[str, Tensor]:  # type: ignore[override]
-        std = self.standard_deviation(clipping.sensitivity(relation))
-
-        def noisy(value: Tensor) -> Tensor:
-            return value + std * normals(make_generator(seed=3), *value.shape)
-
-        return {name: noisy(value) for name, value in sums.items()}
 
 
 class Unclipped(Clipping):
