@@ -63,21 +63,21 @@ RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functor
 # part of psgrad -> (its lines when this was written last, the goal). A part does not grow: what comes in
 # replaces something. Where a part has shrunk, its number is lowered.
 LINES = {
-    "cli": (2_542, 1_700),
-    "commands": (11_826, 5_000),
-    "run": (5_146, 4_000),
-    "data": (8_132, 5_000),
-    "models": (3_530, 2_000),
-    "config": (3_179, 2_200),
+    "cli": (2_341, 1_700),
+    "commands": (11_028, 5_000),
+    "run": (5_100, 4_000),
+    "data": (8_032, 5_000),
+    "models": (3_295, 2_000),
+    "config": (2_982, 2_200),
     "quality": (2_143, 1_800),
-    "reports": (7_394, 4_000),
+    "reports": (7_297, 4_000),
     "engine/transforms": (17_426, 14_000),
-    "engine/gradients": (8_192, 5_500),
-    "engine/execution": (6_940, 4_300),
+    "engine/gradients": (7_344, 5_500),
+    "engine/execution": (6_817, 4_300),
     "engine/measures": (4_659, 3_900),
-    "engine/influence": (10_307, 7_500),
+    "engine/influence": (10_034, 7_500),
     "engine/privacy": (7_975, 5_500),
-    "the rest": (1_749, 900),
+    "the rest": (1_700, 900),
 }
 ALLOWED_GROWTH, ALLOWED_SHRINKING = 0.01, 0.05
 

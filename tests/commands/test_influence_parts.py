@@ -206,7 +206,7 @@ def test_part_that_ended_early_is_computed_again(place: InfluenceWorkplace) -> N
     ("change", "named"),
     [
         ({"method": "gradient_cosine"}, "influence.method.name"),
-        ({"top": 3}, "influence.top: was"),
+        ({"top": 3}, "influence.top was"),
         ({"queries": {"worst": 2}}, "influence.queries"),
     ],
 )

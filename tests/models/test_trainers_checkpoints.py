@@ -304,7 +304,7 @@ def test_a_model_of_timm(timm: ModuleType, tmp_path: Path) -> None:
     save_file(weights, tmp_path / "best.safetensors")
     found = load_timm(tmp_path)
     assert torch.equal(found.model(torch.ones(1, 2, 2)), torch.full((1, 3), 4.0))
-    assert content_of(found.origin) == {"timm": "resnet50", "version": "1.0"}
+    assert content_of(found.origin) == {"timm": "resnet50", "version": "1.0", "adapters": []}
 
 
 def test_a_checkpoint_of_timms_training(timm: ModuleType, tmp_path: Path) -> None:

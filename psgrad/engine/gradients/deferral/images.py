@@ -20,51 +20,50 @@ from psgrad.engine.transforms.operators import Op
 aten = torch.ops.aten
 
 
+# Operators that are linear in their first argument.
+_IN_THE_FIRST: tuple[Op, ...] = (
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.expand.default,
+    aten.tril.default,
+    aten.triu.default,
+    aten.flip.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.index_select_backward.default,
+    aten.mv.default,
+    aten.div.Tensor,
+    aten._softmax_backward_data.default,
+    aten._log_softmax_backward_data.default,
+    aten.tanh_backward.default,
+    aten.sigmoid_backward.default,
+    aten.threshold_backward.default,
+    aten.gelu_backward.default,
+    aten.silu_backward.default,
+    aten.softplus_backward.default,
+    aten.hardtanh_backward.default,
+    aten.hardsigmoid_backward.default,
+)
 # For each operator, the places of arguments in which it is linear, each with the place of another argument
 # that has to be zero then.
 LINEAR: dict[Op, dict[int, int | None]] = {
-    aten.mul.Tensor: {0: None, 1: None},
-    aten.div.Tensor: {0: None},
-    aten.mm.default: {0: None, 1: None},
-    aten.bmm.default: {0: None, 1: None},
-    aten.matmul.default: {0: None, 1: None},
-    aten.mv.default: {0: None},
-    aten.sum.default: {0: None},
-    aten.sum.dim_IntList: {0: None},
-    aten.mean.default: {0: None},
-    aten.mean.dim: {0: None},
-    aten.expand.default: {0: None},
-    aten.tril.default: {0: None},
-    aten.triu.default: {0: None},
-    aten.flip.default: {0: None},
-    aten.slice.Tensor: {0: None},
-    aten.select.int: {0: None},
-    aten.view.default: {0: None},
-    aten._unsafe_view.default: {0: None},
-    aten.reshape.default: {0: None},
-    aten.permute.default: {0: None},
-    aten.transpose.int: {0: None},
-    aten.index_select_backward.default: {0: None},
+    **{op: {0: None} for op in _IN_THE_FIRST},
+    **{
+        op: {0: None, 1: None}
+        for op in (aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.matmul.default)
+    },
     aten.constant_pad_nd.default: {0: 2},
     aten.masked_fill.Scalar: {0: 2},
     aten.where.self: {1: 2, 2: 1},
     aten.where.ScalarOther: {1: 2},
     aten.where.ScalarSelf: {2: 1},
-    aten._softmax_backward_data.default: {0: None},
-    aten._log_softmax_backward_data.default: {0: None},
-    **{
-        getattr(aten, name).default: {0: None}
-        for name in (
-            "tanh_backward",
-            "sigmoid_backward",
-            "threshold_backward",
-            "gelu_backward",
-            "silu_backward",
-            "softplus_backward",
-            "hardtanh_backward",
-            "hardsigmoid_backward",
-        )
-    },
 }
 
 
@@ -80,10 +79,14 @@ def image(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: 
         return NotImplemented
     value, shared = deferred[place], [a for a in args if isinstance(a, torch.Tensor) and a is not args[place]]
     assert value is not None
-    if any(batch.is_mapped(a) for a in (*shared, *kwargs.values())):
+    other = [each for each in kwargs.values() if isinstance(each, torch.dtype) and each != value.dtype]
+    if other or any(batch.is_mapped(a) for a in (*shared, *kwargs.values())):
         return NotImplemented
     linear = partial(applied, op, place, _without_tensors(args), kwargs)
-    shape = linear(torch.zeros(1, *value.shape, dtype=value.dtype, device=value.device), *shared).shape[1:]
+    one = linear(torch.zeros(1, *value.shape, dtype=value.dtype, device=value.device), *shared)
+    if one.dtype != value.dtype:
+        return NotImplemented
+    shape = one.shape[1:]
     stored = all(
         placed.term.stored_value is not None and placed.layout.window is None for placed in value.terms
     )
@@ -144,5 +147,9 @@ def applied(op: Op, place: int, args: Any, kwargs: Any, value: torch.Tensor, *sh
             given.append(next(others))
         else:
             given.append(value.dtype if isinstance(argument, torch.dtype) else argument)
+    named = {
+        name: value.dtype if isinstance(argument, torch.dtype) else argument
+        for name, argument in kwargs.items()
+    }
     with level.body(attach=False):
-        return level.batch.physical(op(*given, **kwargs))
+        return level.batch.physical(op(*given, **named))
