@@ -18,8 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from psgrad.commands.dp_plan import curve_points
-from psgrad.commands.private_individual import IndividualTable
 from psgrad.commands.private_setup import PrivateSetup
 from psgrad.commands.private_statement import Statement
 from psgrad.engine.privacy.accounting import (
@@ -29,7 +27,6 @@ from psgrad.engine.privacy.accounting import (
     epsilon_rdp,
     event_of,
     merged,
-    pld_curve,
 )
 from psgrad.engine.privacy.snapshot import Snapshot, published_tensors, tensors_of
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
@@ -71,8 +68,6 @@ class PrivateRun:
     ) -> None:
         self.setup, self.folder, self.ledger, self.training, self.lost = setup, folder, ledger, training, lost
         self._write = write
-        every = setup.privacy.individual_every
-        self._individual = None if every is None else IndividualTable(setup, folder, ledger, every)
         self.statement = Statement(setup, base, training.generator)
         self._spent = merged((event_of(line), 1) for line in ledger.steps)
         self._earlier = folder.private_table(_STEPS)  # of the processes before this one
@@ -98,11 +93,6 @@ class PrivateRun:
             self.folder.write_public_bytes(MODEL, self._model_bytes())
             raise
 
-    def before_step(self) -> None:
-        """What is measured of all records before a step is drawn."""
-        if self._individual is not None:
-            self._individual.before_step(self.training)
-
     def keep(self, noisy: NoisySum, last: bool) -> None:
         """Keep what is published of the last step: its noisy sums, before the update divides them."""
         self._clipping = noisy.clipping
@@ -126,8 +116,6 @@ class PrivateRun:
         """Write down what the step costs; nothing of it has been released."""
         self._write(self.statement.ledger_line(event, self.training))
         self._spent[event] = self._spent.get(event, 0) + 1
-        if self._individual is not None:
-            self._individual.count(event)
 
     def save(self) -> None:
         """Write the statement of what was spent, then the last noisy sum, then the state of the training. In
@@ -158,20 +146,15 @@ class PrivateRun:
         if self.setup.run.config.model.adapter is not None:
             for name, content in adapter_files(self.setup.run.model, self._state()).items():
                 self.folder.write_public_bytes(f"{ADAPTER}/{name}", content)
-        curve = epsilon_curve(
-            self.statement.planned, self.setup.privacy.delta, curve_points(self.setup.privacy.steps)
-        )
-        accountant = curve_accountant(self.statement.planned)
         groups = self._clipping.groups
         result = DPStepResult(
             step=step,
             folder=self.folder.path,
-            curve=curve,
+            curve=epsilon_curve(self.statement.planned, self.setup.privacy.delta),
             steps=pd.DataFrame(self._rows, columns=list(STEP_COLUMNS)),
             norms=np.concatenate([*self._norms, np.empty(0)]),
             bound=groups[0].bound if len(groups) == 1 else None,
-            curve_accountant=accountant,
-            curve_pld=pld_curve(self.statement.planned, self.setup.privacy.delta),
+            curve_accountant=curve_accountant(self.statement.planned),
             notes=[
                 *notes,
                 *self._notes(),
@@ -243,8 +226,6 @@ class PrivateRun:
         if self._earlier is not None:
             steps = pd.concat([self._earlier, steps], ignore_index=True) if len(steps) else self._earlier
         self.folder.write_private_table(_STEPS, steps)
-        if self._individual is not None:
-            self._individual.write()
         return steps
 
     def _notes(self) -> list[str]:
@@ -267,10 +248,7 @@ class PrivateRun:
                 " write that step's, and noise is not drawn twice for a step that was paid for"
             )
         if not self.training.generator.secure:
-            notes.append(
-                f"the noise comes from {self.training.generator.name}, which is not cryptographic: the ledger"
-                " says so"
-            )
+            notes.append(f"the noise comes from {self.training.generator.name}: the ledger says so")
         broken = [
             name
             for name, parameter in self.setup.parameters.items()
