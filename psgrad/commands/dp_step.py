@@ -76,6 +76,12 @@ def dp_step(
         follow(config, processes, progress)
         return None
     privacy = require_privacy(config)
+    if privacy.individual_every is not None and processes.size > 1:
+        raise ConfigError(
+            f"privacy.individual_every with {processes.size} processes",
+            expected="one process, which has the norms of all records",
+            next_step="leave privacy.individual_every out, or run one process",
+        )
     require_honest_seed(privacy, insecure_deterministic)
     if resume:
         folder = PrivateRunFolder.open(config.output)
@@ -156,6 +162,7 @@ def dp_step(
                 with run.saved_if_ended():
                     for left in reversed(range(asked)):
                         with without_interrupts():  # Ctrl-C waits for the end of a step
+                            run.before_step()
                             drawn = training.draw()
                             clipped = training.clipped(drawn)
                             run.pay(training.event())  # on the disk, before anything of it is released
