@@ -103,21 +103,7 @@ class MeasureError(PsgradError):
 
 
 class DistributedError(PsgradError):
-    """One of several processes failed, or they can't work together. rank: of the one that has died, where
-    that is known.
-    """
-
-    def __init__(
-        self,
-        arrived: str,
-        *,
-        expected: str | None = None,
-        cause: str | None = None,
-        next_step: str | None = None,
-        rank: int | None = None,
-    ) -> None:
-        super().__init__(arrived, expected=expected, cause=cause, next_step=next_step)
-        self.rank = rank
+    """One of several processes failed, or they can't work together."""
 
 
 class TransformError(PsgradError, RuntimeError):

@@ -164,6 +164,17 @@ def joined(parts: Sequence[Block]) -> Block:
     return first._with(tensors, torch.cat([part.lengths for part in parts if part.lengths is not None]))
 
 
+def padded_and_stacked(rows: Sequence[Tensor], value: Padding = 0) -> Tensor:
+    """[n, ...]: the tensors of rows, padded with `value` to the longest along each axis."""
+    if len({row.shape for row in rows}) == 1:
+        return torch.stack(list(rows))
+    longest = map(max, zip(*(row.shape for row in rows), strict=True))
+    whole = rows[0].new_full((len(rows), *longest), value)
+    for own, row in zip(whole, rows, strict=True):
+        own[tuple(slice(size) for size in row.shape)] = row
+    return whole
+
+
 def padded_and_joined(parts: Sequence[Tensor], value: Padding = 0) -> Tensor:
     """[n, ...]: tensors joined along their first axis; other axes are padded with `value` to the longest."""
     shapes = {part.shape[1:] for part in parts}

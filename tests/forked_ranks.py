@@ -1,7 +1,7 @@
 """A command in several ranks: children forked from this process, which has everything imported already, so
 that a run takes about a second.
 
-They meet in a store that rank 0 holds, as under srun: no agent ends the others when one has died.
+They meet in a store that rank 0 holds: no agent ends the others when one has died.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from psgrad.cli import main
-from psgrad.engine.execution import process_group, rank_waits
-from psgrad.engine.execution.loading import Chunk, Loader
 from psgrad.engine.execution.process_group import RankGroup
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_rdp
@@ -64,13 +60,12 @@ def run_ranks(folder: Path, size: int, *arguments: str, plant: Plant = lambda ra
 def run_in_group(folder: Path, size: int, work: Callable[[RankGroup], None]) -> list[EndedRank]:
     """A function in so many ranks of one group."""
 
-    def joined(rank: int) -> None:
-        group = RankGroup.join()
+    def run(rank: int) -> None:
+        group = RankGroup.join(60)
         work(group)
-        group.answer_to_the_end()
         group.leave()
 
-    return fork_ranks(folder, size, joined)
+    return fork_ranks(folder, size, run)
 
 
 def fork_ranks(folder: Path, size: int, run: Callable[[int], None]) -> list[EndedRank]:
@@ -102,27 +97,6 @@ def fork_ranks(folder: Path, size: int, run: Callable[[int], None]) -> list[Ende
         )
         for child, rank in children.items()
     ]
-
-
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ranks take another one for dead after a few seconds, for tests that wait for it: not after so few
-    that one which lives is silent as long on a busy machine.
-    """
-    monkeypatch.setattr(rank_waits, "_BEAT", 0.05)
-    monkeypatch.setenv("PSGRAD_RANK_SILENCE", "3")
-    for module in (rank_waits, process_group):
-        monkeypatch.setattr(module, "HURRIED", 2.0)
-
-
-def slow_chunks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let each chunk of this process take so long at least, so that other ranks get rows."""
-    to_device = Loader.to_device
-
-    def slowly(loader: Loader, chunk: Chunk) -> Any:
-        time.sleep(seconds)
-        return to_device(loader, chunk)
-
-    monkeypatch.setattr(Loader, "to_device", slowly)
 
 
 def die() -> None:

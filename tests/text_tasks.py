@@ -158,7 +158,6 @@ def samples_of(
     kind: str = "bert",
     config: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
-    kept: Path | None = None,
     **data: Any,
 ) -> Samples:
     """The samples of rows for a tiny model of a task. kind, options: of the tokenizer; config: of the model;
@@ -173,7 +172,7 @@ def samples_of(
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     section = DataConfig.model_validate({"path": Path("rows.jsonl"), **data})
     pretrained = Pretrained(folder / "model", cast(Task, task), settings)
-    return load_data(section, folder, pretrained=pretrained, kept=kept)
+    return load_data(section, folder, pretrained=pretrained)
 
 
 def refusal_of(error_kind: type[PsgradError], *arguments: Any, **options: Any) -> str:

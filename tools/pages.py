@@ -12,7 +12,6 @@ from tools import (
     commands_page,
     config_page,
     influence_page,
-    large_models_page,
     layers,
     measures_page,
     operators_page,
@@ -24,7 +23,6 @@ GENERATORS = (
     layers,
     measures_page,
     operators_page,
-    large_models_page,
     influence_page,
 )
 """Each has a PAGE and a function `page(text) -> str`: the whole page as it has to be, from the page as it is.

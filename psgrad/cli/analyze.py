@@ -119,7 +119,7 @@ def analyze(
         require_free(resolved.output, overwrite)
     from psgrad.commands.analyze import analyze as run_analyze
 
-    with shared_run(processes, style, resolved.output) as (group, progress):
+    with shared_run(processes, style, resolved) as (group, progress):
         result = run_analyze(
             resolved,
             overwrite=overwrite,

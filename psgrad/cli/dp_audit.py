@@ -78,7 +78,7 @@ def dp_audit(
     from psgrad.commands.dp_audit import dp_audit as run_dp_audit
     from psgrad.reports.audit import PRIVATE_WARNING, write_audit
 
-    with shared_run(processes, shown, folder, private=True) as (group, progress):
+    with shared_run(processes, shown, resolved) as (group, progress):
         result = run_dp_audit(
             resolved,
             canaries=canaries,

@@ -90,7 +90,6 @@ Where = Annotated[
         help='Ask only about rows such as "label == 3 and loss > 2".',
     ),
 ]
-Wrong = Annotated[bool, typer.Option("--wrong", help="Ask only about rows that are predicted wrong.")]
 Worst = Annotated[
     int | None, typer.Option("--worst", metavar="N", min=1, help="Ask only about the N rows of largest loss.")
 ]
@@ -114,7 +113,6 @@ def influence(
     top: Top = None,
     ids: Ids = None,
     where: Where = None,
-    wrong: Wrong = False,
     worst: Worst = None,
     matrix: Matrix = False,
     report: Report = True,
@@ -138,7 +136,7 @@ def influence(
     `psgrad influence index CONFIG` builds the config's index, with which any number of queries take seconds.
     """
     style = "json" if as_json else "terminal"
-    chosen = {"ids": ids, "where": where, "wrong": wrong or None, "worst": worst}
+    chosen = {"ids": ids, "where": where, "worst": worst}
     settings = [*(settings or ()), *_settings("influence.queries", chosen)]
     settings += _settings("influence", {"method": None if method is None else {"name": method}, "top": top})
     if part is not None:
@@ -154,7 +152,7 @@ def influence(
         from psgrad.commands.influence_evaluate import evaluate_influence as run_evaluate_influence
         from psgrad.reports.evaluation import write_evaluation
 
-        with shared_run(processes, shown, folder) as (group, progress):
+        with shared_run(processes, shown, resolved) as (group, progress):
             evaluation = run_evaluate_influence(
                 resolved,
                 evaluate.value,
@@ -179,7 +177,7 @@ def influence(
     require_free(resolved.output, overwrite)
     from psgrad.commands.influence import influence as run_influence
 
-    with shared_run(processes, shown, resolved.output) as (group, progress):
+    with shared_run(processes, shown, resolved) as (group, progress):
         result = run_influence(
             resolved,
             overwrite=overwrite,
@@ -226,7 +224,7 @@ def influence_index(
     from psgrad.commands.influence_index import influence_index as run_influence_index
     from psgrad.reports.influence_terminal import index_summary
 
-    with shared_run(processes, shown, folder) as (group, progress):
+    with shared_run(processes, shown, resolved) as (group, progress):
         result = run_influence_index(
             resolved,
             resume=resume,

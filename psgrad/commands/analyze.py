@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
+
+import pandas as pd
 
 from psgrad.commands.analyze_passes import Measured, Passes
 from psgrad.commands.analyze_tables import (
@@ -21,7 +23,6 @@ from psgrad.commands.check import GateFiles, check_samples, gate_files
 from psgrad.commands.class_names import label_facts_of
 from psgrad.commands.completion import completed_for_analyze
 from psgrad.commands.measure_setup import measures_of, prepare, require_mergeable
-from psgrad.commands.residence import Ranks
 from psgrad.commands.run_identity import (
     NAMES,
     NUMBER_OF_PARTS,
@@ -31,130 +32,32 @@ from psgrad.commands.run_identity import (
     require_judged_alike,
     require_same_on_ranks,
 )
-from psgrad.commands.run_manifest import describe_run, running_manifest
-from psgrad.commands.run_progress import LOADING, Clock, read_ahead
+from psgrad.commands.run_manifest import describe_run
 from psgrad.commands.setup import Setup, set_up
 from psgrad.config import Config
 from psgrad.data.previews import vocabulary_of
 from psgrad.engine.execution.ranks import OneProcess, Processes, spread_rows
-from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.errors import ConfigError, DistributedError
 from psgrad.quality.gates import share_of
+from psgrad.quality.judging import Judged
+from psgrad.quality.references import Reference
 from psgrad.run import RunFolder
 from psgrad.run.finished import load_run
-from psgrad.run.folders import SHARDS
 from psgrad.run.identity import digest
 from psgrad.run.input_files import require_unchanged
-from psgrad.run.results import (
-    AnalyzeResult,
-    Progress,
-    Say,
-)
+from psgrad.run.progress import read_ahead
+from psgrad.run.results import AnalyzeResult, MeasureResult, Say, TopSample
 from psgrad.run.results.manifest import Counts, RunManifest
+from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
 from psgrad.wording import listed_names
 
 _PICTURES = 40
 _COMPARED_ROWS = 16  # rows that code makes, before the first is computed
 _UNREADABLE_SHOWN = 10  # rows that can not be read
-_RUN = "run"  # what processes agree on: the hash by which the run's shards are known
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A run whose model, data and measures are loaded.
-
-    setting, every: of the measures. in_dataset: rows of the whole dataset.
-    """
-
-    run: Setup
-    setting: Setting
-    every: list[Measure]
-    judging: Judging
-    in_dataset: int
-    limit: int | float | None
-    sample: bool
-
-    @property
-    def stream(self) -> Stream:
-        return self.setting.examples.stream
-
-    def identity(self, parts: int | None = None, *, all_rows: bool = True) -> dict[str, Any]:
-        """All that the numbers of the run depend on. parts: of how many the run is made. all_rows: see
-        psgrad.commands.run_identity.
-        """
-        drawn = {"rows are drawn at random": True} if self.sample else {}
-        in_parts = {NUMBER_OF_PARTS: parts} if parts is not None else {}
-        rows = identity(self.run, len(self.setting), all_rows=all_rows)
-        return rows | self.judging.identity(all_rows) | drawn | in_parts
-
-    def sample_of_rows(self) -> dict[str, Any]:
-        """A hash of some rows as a line of an identity, where code makes them."""
-        content = content_of_made(self.run.samples)
-        rows = spread_rows(len(self.setting), _COMPARED_ROWS)
-        return {} if content is None else {f"data (a sample of {len(rows)} rows)": content(rows)}
-
-    def manifest(self, now: dict[str, Any]) -> RunManifest:
-        """manifest.json at the beginning, with the self-check, which runs now. now: the run's identity.
-
-        Raises SelfCheckError.
-        """
-        config, check = self.run.config, self.run.self_check(self.stream)
-        seed = config.analyze.seed if self.sample else None
-        about = describe_run("analyze", self.run, check, measure_specs(config))
-        return replace(about, identity=now, run=digest(now), limit=self.limit, sampled_by=seed)
-
-    def measure(self, folder: RunFolder, progress: Say, processes: Processes, run: str) -> Measured | None:
-        """What was measured; None for a process that does not lead. run: the hash of the run's identity."""
-        about, content = about_rows(self.run), content_of_made(self.run.samples)
-        return Passes(
-            self.setting, self.stream, self.every, about, folder, progress, processes, run, content=content
-        ).run()
-
-
-def prepared(
-    config: Config,
-    limit: int | float | None,
-    sample: bool,
-    progress: Say,
-    processes: Processes | None = None,
-) -> Prepared:
-    """Load what a config names. Raises PsgradError for everything that can be wrong with it.
-
-    The process that leads, or is alone, reads all rows that code makes now, and keeps them.
-    """
-    processes = OneProcess() if processes is None else processes
-    config = completed_for_analyze(config if sample else _streamed_to(config, limit))
-    measures = measures_of(config)
-    run = set_up(config, config.output / SHARDS, Ranks.of(processes))
-    in_dataset, count = len(run.samples), limited(len(run.samples), limit)
-    if sample:
-        if limit is None:
-            raise ConfigError(
-                "--sample was given without --limit",
-                expected="both: how many rows are drawn, such as --limit 0.1 --sample",
-            )
-        read_ahead(run.samples, 0, progress)  # ids, where rows hold them
-        run = run.with_drawn_rows(count, config.analyze.seed)
-    if processes.leads:
-        read_ahead(run.samples, count, progress)
-    run = run.with_rows_described()
-    setting, every = prepare(
-        run, measures, count, lambda message: progress(Progress(0, 0, "samples", message))
-    )
-    judging = Judging(run, measures)
-    if processes.leads:
-        judging.read_ahead(progress)
-    return Prepared(run, setting, every, judging, in_dataset, limit, sample)
-
-
-def new_folder(output: Path, run: Setup, overwrite: bool) -> RunFolder:
-    """The folder of a run that begins."""
-    folder = RunFolder.create(output, overwrite)
-    folder.write_json(NAMES, run.identity.names)
-    return folder
+_BEGUN = "the run in the folder"  # its hash, empty where it is finished, from the first process to the others
 
 
 @with_code_beside
@@ -186,88 +89,43 @@ def analyze(
     is finished by then stays in the run folder.
     """
     processes = OneProcess() if processes is None else processes
-    if not resume and processes.leads:
-        RunFolder.require_free(config.output, overwrite)
-    clock = Clock()
-    progress(LOADING)
-    with clock("load"):
+    run = Run[Processes].open(config.output, processes, progress, overwrite=overwrite, resume=resume)
+    with run.clock("load"):
         gate = gate_files(config.gate, config.base)
-        start = prepared(config, limit, sample, progress, processes)
-    run, every, stream = start.run, start.every, start.stream
-    if processes.size > 1:
-        require_mergeable(every)
-        require_same_on_ranks(_RUN, start.identity(all_rows=False) | start.sample_of_rows(), processes)
+        analysis = load_analysis(config, limit, sample, run)
     if not processes.leads:
-        begun_as = bytes(processes.agreed(_RUN, list)).hex()  # the first rank has made the folder by then
-        if not begun_as:  # the run in the folder is finished
-            return None
-        folder = RunFolder(config.output)
-        if not folder.manifest():
-            raise DistributedError(
-                f"rank {processes.rank} does not see the run folder {config.output} that rank 0 has made",
-                expected="an output folder on storage that all machines share",
-                next_step="choose such an --output; or run --part K/N on each machine, and collect the parts",
-            )
-        start.measure(folder, progress, processes, begun_as)
-        start.judging.reference(folder, progress, processes, begun_as)
+        _follow(analysis, run)
         return None
-    now = start.identity(processes.parts)
-    reopened = reopen(config.output, now, run) if resume else None
-    if reopened is not None and reopened.finished:
-        reopened.drop_shards()  # if it was killed just before
-        processes.agreed(_RUN, list)
-        return judged_before(config, reopened, gate)
-    with clock("self-check"):
-        manifest = start.manifest(now)
-    folder = reopened or new_folder(config.output, run, overwrite or resume)
-    with running_manifest(folder, manifest, clock) as running:
-        with clock("gradients"):
-            begun_as = str(running.manifest.run)
-            processes.agreed(_RUN, lambda: list(bytes.fromhex(begun_as)))
-            measured = start.measure(folder, progress, processes, begun_as)
+    now = analysis.identity(processes.parts)
+    earlier = reopen(config.output, now, analysis.setup) if resume else None
+    if earlier is not None and earlier.finished:
+        processes.texts(_BEGUN, "")
+        return _judged_before(config, earlier, gate)
+    with run.clock("self-check"):
+        manifest = analysis.manifest(now)
+    with run.begin(manifest, earlier):
+        folder = run.folder
+        folder.write_json(NAMES, analysis.setup.identity.names)
+        with run.clock("gradients"):
+            processes.texts(_BEGUN, str(run.manifest.run))
+            measured, reference = analysis.measure(run)
             assert measured is not None, "the process that leads has what all have measured"
-            trusted_by = OneProcess() if processes.parts is not None else processes
-            reference = start.judging.reference(folder, progress, trusted_by, begun_as)
-            require_unchanged(run.samples.stamps)
-        with clock("tables"):
-            judged = start.judging.judge(measured, reference)
-            frame = judged.frame
-            norms = next(each for each in every if isinstance(each, GradientNorms))
-            parameters = parameter_table(norms, run.objective.params)
-            results = {
-                each.name: result_of(each, measured.gathered[each.name], run.criterion.unit)
-                for each in every
-                if each.name
-            }
-            folder.finish_samples(frame)
+            require_unchanged(analysis.setup.samples.stamps)
+        with run.clock("tables"):
+            judged = analysis.judging.judge(measured, reference)
+            parameters, measures = analysis.tables(measured)
+            folder.finish_samples(judged.frame)
             folder.write_table("parameters.parquet", parameters)
-            folder.write_measures(results)
-        for row, reason in sorted(run.reader.unreadable.items())[:_UNREADABLE_SHOWN]:
-            progress(Progress(0, 0, "samples", f"row {row} is not finite: {reason}"))
-        if norms.unfactored:
-            message = (
-                "materialised sample by sample, which takes more time and memory: the gradients of"
-                f" {listed_names(norms.unfactored)}"
-            )
-            progress(Progress(0, 0, "samples", message))
-        shows = config.report.include_inputs
-        inputs = top_inputs(run.samples, frame, max(_PICTURES, config.analyze.top), results) if shows else []
-        words = vocabulary_of(run.samples, results.values()) if shows else {}
-        special = run.samples.special_tokens() if words else frozenset[int]()
-        facts = running.add(
-            outliers=judged.facts,
-            labels=label_facts_of(run.criterion, frame, run.config.data.class_names),
-            engine=engine_facts(running.manifest.engine, stream, norms, processes.parts or processes.size),
-            counts=Counts(len(frame), int((frame["status"] == "nonfinite").sum()), start.in_dataset),
-            ranks=measured.ranks,
-            timings=clock.seconds,
-        )
-        verdict = check_samples(frame, facts, folder, gate)
-        names = run.config.data.class_names
+            folder.write_measures(measures)
+        analysis.say_what_to_know(run)
+        facts = run.add(**analysis.facts(measured, judged, run))
+        verdict = check_samples(judged.frame, facts, folder, gate)
+        inputs, words, special = analysis.shown(judged, measures)
+        names = analysis.setup.config.data.class_names
         result = AnalyzeResult(
-            frame, parameters, facts, folder.path, inputs, names, results, verdict, words, special
+            judged.frame, parameters, facts, folder.path, inputs, names, measures, verdict, words, special
         )
-        with clock("report"):
+        with run.clock("report"):
             folder.write_inputs(inputs, words, special)
             if report:
                 from psgrad.reports.analyze_page import write_report  # which is all that needs matplotlib
@@ -277,10 +135,167 @@ def analyze(
     return result
 
 
-def judged_before(config: Config, folder: RunFolder, gate: GateFiles) -> AnalyzeResult:
+@dataclass(frozen=True)
+class Analysis:
+    """What a run measures, and how: its model, data and measures, loaded.
+
+    setting, every: of the measures. in_dataset: rows of the whole dataset. limit, sample: as for `analyze`.
+    """
+
+    setup: Setup
+    setting: Setting
+    every: list[Measure]
+    judging: Judging
+    in_dataset: int
+    limit: int | float | None
+    sample: bool
+
+    @property
+    def norms(self) -> GradientNorms:
+        return next(each for each in self.every if isinstance(each, GradientNorms))
+
+    def identity(self, parts: int | None = None, *, all_rows: bool = True) -> dict[str, Any]:
+        """All that the numbers of the run depend on. parts: of how many the run is made. all_rows: see
+        psgrad.commands.run_identity.
+        """
+        drawn = {"rows are drawn at random": True} if self.sample else {}
+        in_parts = {NUMBER_OF_PARTS: parts} if parts is not None else {}
+        rows = identity(self.setup, len(self.setting), all_rows=all_rows)
+        return rows | self.judging.identity(all_rows) | drawn | in_parts
+
+    def require_same_on(self, processes: Processes) -> None:
+        """Raises DistributedError where a process has loaded something else than the first one, by all that
+        is known without reading rows, and some of the rows that code makes.
+        """
+        content = content_of_made(self.setup.samples)
+        rows = spread_rows(len(self.setting), _COMPARED_ROWS)
+        some = {} if content is None else {f"data (a sample of {len(rows)} rows)": content(rows)}
+        require_same_on_ranks("run", self.identity(all_rows=False) | some, processes)
+
+    def manifest(self, now: dict[str, Any]) -> RunManifest:
+        """manifest.json at the beginning, with the self-check, which runs now. now: the run's identity.
+
+        Raises SelfCheckError.
+        """
+        config, check = self.setup.config, self.setup.self_check(self.setting.examples.stream)
+        seed = config.analyze.seed if self.sample else None
+        about = describe_run("analyze", self.setup, check, measure_specs(config))
+        return replace(about, identity=now, run=digest(now), limit=self.limit, sampled_by=seed)
+
+    def measure(self, run: Run[Processes]) -> tuple[Measured | None, Reference | None]:
+        """(what was measured, the trusted samples with their scores), in a run whose folder is there; None
+        for a process that does not lead, and of a part of a run.
+        """
+        folder, processes = run.folder, run.processes
+        about, content = about_rows(self.setup), content_of_made(self.setup.samples)
+        begun_as = str(folder.manifest().get("run"))
+        measured = Passes(
+            self.setting, self.every, about, folder, run.progress, processes, begun_as, content=content
+        ).run()
+        if processes.parts is not None and not processes.leads:
+            return None, None
+        # The reference of a run in parts is measured where they are merged.
+        by = OneProcess() if processes.parts is not None else processes
+        return measured, self.judging.reference(folder, run.progress, by, begun_as)
+
+    def tables(self, measured: Measured) -> tuple[pd.DataFrame, dict[str, MeasureResult]]:
+        """(the table of parameters, the results of the measures by name)."""
+        measures = {
+            each.name: result_of(each, measured.gathered[each.name], self.setup.criterion.unit)
+            for each in self.every
+            if each.name
+        }
+        return parameter_table(self.norms, self.setup.objective.params), measures
+
+    def shown(
+        self, judged: Judged, measures: dict[str, MeasureResult]
+    ) -> tuple[list[TopSample], dict[int, str], frozenset[int]]:
+        """(the inputs of the first ranks, the text of each id in maps of attribution, those ids that are part
+        of no text); all empty where the config leaves inputs out.
+        """
+        samples, config = self.setup.samples, self.setup.config
+        if not config.report.include_inputs:
+            return [], {}, frozenset()
+        inputs = top_inputs(samples, judged.frame, max(_PICTURES, config.analyze.top), measures)
+        words = vocabulary_of(samples, measures.values())
+        return inputs, words, samples.special_tokens() if words else frozenset()
+
+    def facts(self, measured: Measured, judged: Judged, run: Run[Processes]) -> dict[str, Any]:
+        """What the manifest says of the finished passes, by the names of its parts."""
+        setup, frame, size = self.setup, judged.frame, run.processes.parts or run.processes.size
+        return {
+            "outliers": judged.facts,
+            "labels": label_facts_of(setup.criterion, frame, setup.config.data.class_names),
+            "engine": engine_facts(run.manifest.engine, self.setting.examples.stream, self.norms, size),
+            "counts": Counts(len(frame), int((frame["status"] == "nonfinite").sum()), self.in_dataset),
+            "ranks": measured.ranks,
+        }
+
+    def say_what_to_know(self, run: Run[Processes]) -> None:
+        """Name rows that could not be read, and parameters whose gradients take more time and memory."""
+        for row, reason in sorted(self.setup.reader.unreadable.items())[:_UNREADABLE_SHOWN]:
+            run.say("samples", f"row {row} is not finite: {reason}")
+        if self.norms.unfactored:
+            names = listed_names(self.norms.unfactored)
+            run.say(
+                "samples",
+                f"materialised sample by sample, which takes more time and memory: the gradients of {names}",
+            )
+
+
+def load_analysis(config: Config, limit: int | float | None, sample: bool, run: Run[Processes]) -> Analysis:
+    """Load what a config names. Raises PsgradError for everything that can be wrong with it.
+
+    The process that leads, or is alone, reads all rows that code makes now, and keeps them.
+    """
+    processes, progress = run.processes, run.progress
+    config = completed_for_analyze(config)
+    measures = measures_of(config)
+    setup = set_up(config, processes)
+    in_dataset, count = len(setup.samples), limited(len(setup.samples), limit)
+    if sample:
+        if limit is None:
+            raise ConfigError(
+                "--sample was given without --limit",
+                expected="both: how many rows are drawn, such as --limit 0.1 --sample",
+            )
+        read_ahead(setup.samples, 0, progress)  # ids, where rows hold them
+        setup = setup.with_drawn_rows(count, config.analyze.seed)
+    if processes.leads:
+        read_ahead(setup.samples, count, progress)
+    setup = setup.with_rows_described()
+    setting, every = prepare(setup, measures, count, partial(run.say, "samples"))
+    judging = Judging(setup, measures)
+    if processes.leads:
+        judging.read_ahead(progress)
+    analysis = Analysis(setup, setting, every, judging, in_dataset, limit, sample)
+    if processes.size > 1:
+        require_mergeable(every)
+        analysis.require_same_on(processes)
+    return analysis
+
+
+def _follow(analysis: Analysis, run: Run[Processes]) -> None:
+    """The part of a process that does not lead: its share of the passes, in the folder that the first process
+    has made. Raises DistributedError where it does not see that folder.
+    """
+    begun_as = run.processes.texts(_BEGUN, "")[0]
+    if not begun_as:  # the run in the folder is finished
+        return
+    if run.folder.manifest().get("run") != begun_as:
+        raise DistributedError(
+            f"rank {run.processes.rank} does not see the run folder {run.path} that rank 0 has made",
+            next_step="choose an --output on storage that all machines share; or run --part K/N on each"
+            " machine, and collect the parts",
+        )
+    analysis.measure(run)
+
+
+def _judged_before(config: Config, folder: RunFolder, gate: GateFiles) -> AnalyzeResult:
     """The run that is finished in a folder, with the verdict of the gate as it is now. Raises ConfigError
     where samples were judged otherwise than this config says.
     """
+    folder.drop_shards()  # if the run was killed just before
     found = load_run(folder.path)
     require_judged_alike(folder.path, found.manifest, config)
     asked = config.model_dump(mode="json")["gate"]
@@ -304,11 +319,3 @@ def limited(count: int, limit: int | float | None) -> int:
             expected="a number of samples (at least 1), or a fraction of them between 0 and 1",
         )
     return min(count, int(limit) if whole else max(1, math.floor(share_of(limit, count))))
-
-
-def _streamed_to(config: Config, limit: int | float | None) -> Config:
-    """The config with no more rows of a stream than are measured."""
-    if limit is None or not float(limit).is_integer() or limit < 1:
-        return config
-    rows = min(config.data.stream_rows, int(limit))
-    return config.model_copy(update={"data": config.data.model_copy(update={"stream_rows": rows})})

@@ -4,10 +4,10 @@ interrupted run continues.
 
 from __future__ import annotations
 
-import socket
+import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,17 +15,17 @@ import numpy as np
 import pandas as pd
 import torch
 
-from psgrad.commands.analyze_tables import About, Content, StoredPass, overlaps, split_columns
+from psgrad.commands.analyze_tables import About, Content, StoredPass, split_columns
 from psgrad.commands.measure_setup import joined_columns
 from psgrad.commands.run_manifest import RankReport, rank_facts
-from psgrad.commands.run_progress import without_interrupts
 from psgrad.engine.execution.chunk_measure import Columns
-from psgrad.engine.execution.ranks import Processes, guided_ranges
+from psgrad.engine.execution.ranks import Processes, in_chunks, overlap
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import DistributedError, MeasureError
 from psgrad.run import RunFolder
+from psgrad.run.progress import without_interrupts
 from psgrad.run.results import Progress, Say
 from psgrad.run.shards import FinishedShards, Shards
 
@@ -34,7 +34,6 @@ _ROWS_PER_SHARD = 4096
 _SECONDS_PER_SHARD = 30.0
 
 _FIRST, _SECOND = "samples", "samples-again"
-_DIGITS = 15  # of a hash that is compared, hexadecimal
 _CHUNK_SIZE, _POSITIONS = "stream.chunk_size", "stream.positions"
 
 
@@ -53,40 +52,35 @@ class Measured:
     ranks: dict[str, Any] | None = None
 
 
+@dataclass
 class Passes:
-    """The passes of one run.
+    """The passes of one run over the samples.
 
-    Args:
+    Attributes:
         setting: of the measures, which are prepared by now.
-        stream: of the samples' gradients.
         measures: all of them, those that others need before them.
         about: see About.
         folder: where finished rows go; all processes see it.
         processes: those that share the rows.
-        run: a hash of the run's identity: shards of another one are refused.
+        identity: a hash of the run's identity: shards of another one are refused.
         prefix: of the passes' names, where one run has the passes of two datasets.
         content: a hash of some rows, where code makes them, which may make others in another process.
     """
 
-    def __init__(
-        self,
-        setting: Setting,
-        stream: Stream,
-        measures: Sequence[Measure],
-        about: About,
-        folder: RunFolder,
-        say: Say,
-        processes: Processes,
-        run: str,
-        prefix: str = "",
-        content: Content | None = None,
-    ) -> None:
-        self.setting, self.stream, self.measures = setting, stream, measures
-        self.about, self.folder, self.say = about, folder, say
-        self.processes, self.identity, self.prefix = processes, run, prefix
-        self._content = content
-        self._work, self._rows = RankReport(), 0
-        self._of_first: Arrays | None = None  # what the first pass gathered, where processes share the rows
+    setting: Setting
+    measures: Sequence[Measure]
+    about: About
+    folder: RunFolder
+    say: Say
+    processes: Processes
+    identity: str
+    prefix: str = ""
+    content: Content | None = None
+    _work: RankReport = field(default_factory=lambda: RankReport(rows=0))
+
+    @property
+    def stream(self) -> Stream:
+        return self.setting.examples.stream
 
     def run(self) -> Measured | None:
         """All passes, and what the measures gathered; None for processes that do not lead. A part of a run
@@ -100,8 +94,12 @@ class Passes:
             second.begin(rows.start)
             return self.stream.run(rows.stop, first, start=rows.start, materialise=True)
 
+        shards = self._shards(_FIRST, first)
+        self._agree_on_chunk_size(first)
         names = [(_FIRST, "the first pass")]
-        self._run_pass(_FIRST, first, run, about=self.about)
+        mine = self._my_rows(_FIRST, in_chunks(self._missing(_FIRST), self.stream.chunk_size))
+        self._require_same_rows(mine)
+        self._run_pass(shards, mine, run, first, self.about)
         if again and self._waits_for_parts(again):
             again = []
         else:
@@ -109,19 +107,33 @@ class Passes:
         chunk_size = self.stream.chunk_size
         self.stream.fix_chunk_size(chunk_size)
         if again:
-            for measure in again:
-                measure.between()
-            if self.processes.size > 1 or self.processes.parts is not None:
-                self._of_first = {key: value.clone() for key, value in self._state(again).items()}
-            self._run_pass(_SECOND, again, second.run, as_in=_FIRST, stored=second.stored_rows)
+            self._run_second_pass(again, second)
             names.append((_SECOND, "its second pass"))
             self.stream.fix_chunk_size(chunk_size)
         for measure in self.measures:
             for own in measure.passes():
-                self._run_pass(own.name, [], partial(self._run_own_pass, own))
+                shards = self._shards(own.name)
+                mine = self._my_rows(
+                    own.name, in_chunks(self._missing(own.name), self.stream.rows_at_longest)
+                )
+                self._run_pass(shards, mine, partial(self._run_own_pass, own))
                 names.append((own.name, f"the pass {own.name}"))
-        ranks = rank_facts(self.processes, self.prefix, replace(self._work, rows=self._rows))
+        ranks = rank_facts(self.processes, self.prefix, self._work)
         return replace(self._gathered(names), ranks=ranks) if self.processes.leads else None
+
+    def _run_second_pass(self, again: Sequence[Measure], second: SecondPass) -> None:
+        for measure in again:
+            measure.between()
+        shared = self.processes.size > 1 or self.processes.parts is not None
+        before = {key: value.clone() for key, value in self._state(again).items()} if shared else None
+        shards, missing = self._shards(_SECOND, again), self._missing(_SECOND)
+        chunks = [part for chunk in second.chunks() for rows in missing if (part := overlap(chunk, rows))]
+        self._run_pass(shards, self._my_rows(_SECOND, chunks), second.run, again)
+        if before is not None:
+            self._require_unchanged(again, before)
+
+    def _run_own_pass(self, own: OwnPass, rows: range) -> Iterator[Columns]:
+        return own.run(rows, self.stream.rows_at_longest)
 
     def _waits_for_parts(self, again: Sequence[Measure]) -> bool:
         """Whether the second pass has to wait for rows of other parts. Says so."""
@@ -130,16 +142,12 @@ class Passes:
         missing = self._stored(_FIRST).missing()
         if missing:
             names = ", ".join(measure.name for measure in again)
-            self.say(
-                Progress(
-                    0,
-                    0,
-                    _FIRST,
-                    f"{names}: a second pass compares each sample with all, and"
-                    f" {sum(map(len, missing)):,} samples of other parts are missing; run this part again"
-                    " when all parts have come to their end",
-                )
+            message = (
+                f"{names}: a second pass compares each sample with all, and {sum(map(len, missing)):,}"
+                " samples of other parts are missing; run this part again when all parts have come to their"
+                " end"
             )
+            self.say(Progress(0, 0, _FIRST, message))
         return bool(missing)
 
     def _gathered(self, passes: Sequence[tuple[str, str]]) -> Measured:
@@ -157,62 +165,73 @@ class Passes:
             table.assign(**{name: column.numpy() for name, column in flat.items()}), gathered, rows
         )
 
+    # -- one pass --------------------------------------------------------------------------------------------
+
     def _stored(self, name: str) -> StoredPass:
         """What all processes have stored of a pass."""
         return StoredPass(self.folder, name, self.prefix, self.identity, len(self.setting))
 
-    def _run_own_pass(self, own: OwnPass, rows: range) -> Iterator[Columns]:
-        return own.run(rows, self.stream.rows_at_longest)
+    def _missing(self, name: str) -> list[range]:
+        """The rows of a pass that are still to be computed, as the first process finds them."""
 
-    # -- one pass --------------------------------------------------------------------------------------------
+        def ends() -> list[int]:
+            return [end for rows in self._stored(name).missing() for end in (rows.start, rows.stop)]
 
-    def _run_pass(
-        self,
-        name: str,
-        measures: Sequence[Measure],
-        run: Callable[[range], Iterator[Columns]],
-        about: About = lambda start, stop: {"index": np.arange(start, stop)},
-        as_in: str | None = None,
-        stored: Collection[int] = (),
-    ) -> None:
-        """One pass, from where it was left, by all processes.
+        found = self.processes.agreed(f"{self.prefix}{name}, missing", ends)
+        return [range(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
-        about: a table without a column has no rows to count. as_in: an earlier pass, in whose ranges the rows
-        are computed. stored: rows whose ranges this process computes before others.
-        """
-        pass_name = self.prefix + name
+    def _shards(self, name: str, measures: Sequence[Measure] = ()) -> Shards:
+        """This process's shards of a pass, with the measures as they were behind the last of them."""
         part = self.processes.part_of(self.processes.rank)
         shards = self._stored(name).of_part(part, counted=name == _FIRST)
         kept = shards.read()
         if kept.shards:
             self._restore(measures, kept.state)
-        if name == _FIRST:
-            self._agree_on_chunk_size(pass_name, measures)
-        every = self._ranges(name, as_in)
-        require_same = self._comparing(every) if name == _FIRST else None
-        self._say_progress(name, 0)
-        begun = time.monotonic()
-        for rows in self.processes.ranges(pass_name, every, stored):
-            if require_same is not None:
-                require_same(rows)
-            self._compute(rows, shards, measures, run(rows), about, name)
-            self._rows += len(rows)
+        return shards
+
+    def _my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
+        return self.processes.my_rows(self.prefix + name, chunks)
+
+    def _run_pass(
+        self,
+        shards: Shards,
+        mine: Sequence[range],
+        run: Callable[[range], Iterator[Columns]],
+        measures: Sequence[Measure] = (),
+        about: About = lambda start, stop: {"index": np.arange(start, stop)},
+    ) -> None:
+        """One pass by all processes.
+
+        mine: the rows that this one computes. about: a table without a column has no rows to count.
+        """
+        begun, todo = time.monotonic(), sum(map(len, mine))
+        alone = self.processes.size == 1 and self.processes.parts is None
+        total = len(self.setting) if alone else todo
+        left = todo
+
+        def show(rows: int) -> None:
+            nonlocal left
+            left -= rows
+            self.say(Progress(total - left, total, shards.name))
+
+        show(0)
+        for rows in mine:
+            self._compute(run(rows), shards, measures, about, show)
         ended = time.monotonic()
-        self.processes.meet(pass_name)
+        self.processes.meet(f"the end of {shards.name}")
         self._work.seconds += ended - begun
         self._work.waited += time.monotonic() - ended
-        self.say(Progress(self._total, self._total, pass_name))
+        self._work.rows = (self._work.rows or 0) + todo
 
     def _compute(
         self,
-        rows: range,
+        chunks: Iterator[Columns],
         shards: Shards,
         measures: Sequence[Measure],
-        chunks: Iterator[Columns],
         about: About,
-        name: str,
+        show: Callable[[int], None],
     ) -> None:
-        """Compute the columns of these rows, and store them from time to time."""
+        """Compute these chunks, and store them from time to time."""
         waiting: list[Columns] = []
         last = time.monotonic()
 
@@ -220,10 +239,7 @@ class Passes:
             if waiting:
                 columns = Columns.of_chunks(waiting)
                 table, arrays = split_columns(columns, about(columns.start, columns.stop))
-                state = self._state(measures)
-                if name == _SECOND:
-                    self._require_unchanged(measures, state)
-                shards.append(columns.start, table, _as_numpy(arrays), _as_numpy(state))
+                shards.append(columns.start, table, _as_numpy(arrays), _as_numpy(self._state(measures)))
                 waiting.clear()
 
         try:
@@ -231,7 +247,7 @@ class Passes:
                 for columns in chunks:
                     waiting.append(columns)
                     handle_interrupts()
-                    self._say_progress(name, columns.stop - columns.start)
+                    show(columns.stop - columns.start)
                     stored = columns.stop - waiting[0].start
                     if stored >= _ROWS_PER_SHARD or time.monotonic() - last > _SECONDS_PER_SHARD:
                         keep()
@@ -239,52 +255,26 @@ class Passes:
         finally:
             keep()  # after an interrupt too: what is computed is not thrown away
 
-    def _ranges(self, name: str, as_in: str | None) -> list[range]:
-        """The ranges of rows that are still to be computed, as the first rank cuts them."""
-        chunk = self.stream.chunk_size if name in (_FIRST, _SECOND) else self.stream.rows_at_longest
+    # -- several processes -----------------------------------------------------------------------------------
 
-        def cut() -> list[int]:
-            missing = self.processes.own(self._stored(name).missing())
-            self.processes.progress(self.prefix + name, self._total - sum(map(len, missing)))
-            if as_in is None or self.processes.size == 1:
-                every = guided_ranges(missing, chunk, self.processes.size)
-            else:
-                cuts = [rows for kept in self._stored(as_in).finished() for rows in kept.ranges]
-                every = [part for rows in missing for part in overlaps(rows, cuts)]
-            return [end for rows in every for end in (rows.start, rows.stop)]
+    def _require_same_rows(self, mine: Sequence[range]) -> None:
+        """Raises DistributedError where code makes other rows in a process than in the first one."""
+        if self.content is None or self.processes.size == 1:
+            return
+        own = [[rows.start, rows.stop, self.content(rows)] for rows in mine]
+        for rank, text in enumerate(self.processes.texts("rows of the first pass", json.dumps(own))):
+            for start, stop, content in json.loads(text) if self.processes.leads else ():
+                if self.content(range(start, stop)) != content:
+                    raise DistributedError(
+                        f"rank {rank} has other rows than rank 0: among the rows {start:,} to {stop - 1:,}",
+                        next_step="let a row of data.factory depend on its number alone, not on the process,"
+                        " a generator of its own, or the order in which rows are read; or run one process",
+                    )
 
-        ends = self.processes.agreed(f"{self.prefix}{name}.ranges", cut)
-        return [range(*pair) for pair in zip(ends[::2], ends[1::2], strict=True)]
+        self.processes.meet("rows are compared")  # before one of them is stored
 
-    def _comparing(self, every: Sequence[range]) -> Callable[[range], None] | None:
-        """A function that raises DistributedError where this process has other rows in one of these ranges
-        than rank 0; None where they need not be compared.
-        """
-        if self._content is None or self.processes.size == 1:
-            return None
-        content = self._content
-
-        def number(rows: range) -> int:
-            return int(content(rows)[:_DIGITS], 16)
-
-        numbers = self.processes.agreed(f"{self.prefix}{_FIRST}.content", lambda: list(map(number, every)))
-        of_first = dict(zip(every, numbers, strict=True))
-
-        def require_same(rows: range) -> None:
-            if number(rows) != of_first[rows]:
-                raise DistributedError(
-                    f"rank {self.processes.rank} on {socket.gethostname()} has other rows than rank 0: among"
-                    f" the rows {rows.start:,} to {rows.stop - 1:,}",
-                    expected="a data.factory that makes the same rows in all processes",
-                    cause="it draws with a generator of its own, or depends on the process, the machine, or"
-                    " the order in which rows are read",
-                    next_step="let a row depend on its number alone, or run one process",
-                )
-
-        return require_same
-
-    def _agree_on_chunk_size(self, pass_name: str, measures: Sequence[Measure]) -> None:
-        """Let all ranks take as many rows at a time as the first one does."""
+    def _agree_on_chunk_size(self, measures: Sequence[Measure]) -> None:
+        """Let all processes take as many rows at a time as the first one does."""
         if self.processes.size == 1:
             return
 
@@ -293,7 +283,7 @@ class Passes:
             self.stream.choose_chunk_size(len(self.setting), factors)
             return self.stream.chunk_facts()
 
-        self.stream.take_chunk_facts(self.processes.agreed(f"{pass_name}.chunk", size))
+        self.stream.take_chunk_facts(self.processes.agreed(f"{self.prefix}chunk", size))
 
     def _merge(self, measures: Sequence[Measure]) -> None:
         """Give each process what all have gathered, those of an earlier run among them."""
@@ -302,37 +292,26 @@ class Passes:
             here = {processes.part_of(rank) for rank in range(processes.size)}
             for part in stored.parts():
                 kept = FinishedShards() if part in here else stored.of_part(part).read()
-                self._add(measures, {key: torch.from_numpy(value) for key, value in kept.state.items()})
+                self._add(measures, _as_torch(kept.state))
         state = processes.reduce(
-            self.prefix + _FIRST, lambda: self._state(measures), partial(self._add, measures)
+            f"{self.prefix}state", lambda: self._state(measures), partial(self._add, measures)
         )
         if processes.rank:
             self._restore(measures, _as_numpy(state))
 
-    def _require_unchanged(self, measures: Sequence[Measure], state: Arrays) -> None:
+    def _require_unchanged(self, measures: Sequence[Measure], before: Arrays) -> None:
         """Raises MeasureError for a measure that gathers in its second pass, where several processes share
         the rows: each has the sums of all by then, and would add its own.
         """
-        if self._of_first is None:
-            return
+        state = self._state(measures)
         for place, measure in enumerate(measures):
             own = [key for key in state if key.startswith(f"{place}.")]
-            if not all(key in self._of_first and torch.equal(self._of_first[key], state[key]) for key in own):
+            if not all(key in before and torch.equal(before[key], state[key]) for key in own):
                 raise MeasureError(
                     f"the measure {measure.name} gathers over the samples in its second pass",
                     expected="gathering in the first pass alone, where several processes share the samples",
                     next_step="run it in one process, or gather from columns, in `gather`",
                 )
-
-    def _say_progress(self, name: str, rows: int) -> None:
-        done = self.processes.progress(self.prefix + name, rows)
-        if done < self._total:
-            self.say(Progress(done, self._total, self.prefix + name))
-
-    @property
-    def _total(self) -> int:
-        """How many rows these processes compute."""
-        return sum(map(len, self.processes.own([range(len(self.setting))])))
 
     # -- what is gathered ------------------------------------------------------------------------------------
 
@@ -348,9 +327,7 @@ class Passes:
         tokens, longest, by_factors = state[_POSITIONS].tolist() if _POSITIONS in state else (None, 0, 0)
         positions = None if tokens is None else (tokens, longest, by_factors)
         self.stream.fix_chunk_size(int(state[_CHUNK_SIZE]), positions)
-        for measure, own in _by_measure(
-            measures, {key: torch.from_numpy(value) for key, value in state.items()}
-        ):
+        for measure, own in _by_measure(measures, _as_torch(state)):
             measure.restore(own)
 
     def _add(self, measures: Sequence[Measure], state: Arrays) -> None:
@@ -368,3 +345,7 @@ def _by_measure(measures: Sequence[Measure], state: Arrays) -> Iterator[tuple[Me
 
 def _as_numpy(state: Arrays) -> dict[str, np.ndarray[Any, Any]]:
     return {key: value.cpu().numpy() for key, value in state.items()}
+
+
+def _as_torch(state: Mapping[str, np.ndarray[Any, Any]]) -> Arrays:
+    return {key: torch.from_numpy(value) for key, value in state.items()}

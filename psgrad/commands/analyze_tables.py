@@ -5,7 +5,7 @@ length), parameters, results of measures, inputs, and what the manifest says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ from psgrad.data.previews import input_of
 from psgrad.data.reader import digest_of
 from psgrad.data.rows import Samples
 from psgrad.engine.execution.chunk_measure import Columns
-from psgrad.engine.execution.ranks import gaps, overlap
+from psgrad.engine.execution.ranks import gaps
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure
@@ -112,13 +112,6 @@ def split_columns(columns: Columns, about: Mapping[str, Any]) -> tuple[pd.DataFr
         pd.DataFrame({**about, **flat}, index=range(columns.start, columns.stop)),
         {name: column for name, column in columns.values.items() if column.dim() > 1},
     )
-
-
-def overlaps(rows: range, cuts: Sequence[range]) -> Iterator[range]:
-    """The parts of these rows in each of the ranges that cut them."""
-    for each in sorted(cuts, key=lambda each: each.start):
-        if part := overlap(rows, each):
-            yield part
 
 
 ABOUT_COLUMNS = ("id", "index", "dataset_row", "fingerprint", "target")

@@ -14,7 +14,6 @@ from psgrad.commands.analyze_tables import about_rows, content_of_made
 from psgrad.commands.class_names import errors_about
 from psgrad.commands.measure_setup import PROJECTED, measures_of, prepare
 from psgrad.commands.run_identity import measure_specs
-from psgrad.commands.run_progress import read_ahead
 from psgrad.commands.setup import Setup
 from psgrad.config import Config, nearest
 from psgrad.config.plugin_names import OWN
@@ -35,6 +34,7 @@ from psgrad.quality.references import (
 )
 from psgrad.run import RunFolder
 from psgrad.run.finished import finished_manifest, load_run
+from psgrad.run.progress import read_ahead
 from psgrad.run.results import SAMPLE_COLUMNS, Progress, Say
 from psgrad.run.results.manifest import ModelFacts, RunManifest
 
@@ -218,7 +218,6 @@ class Judging:
         )
         passes = Passes(
             setting,
-            setting.examples.stream,
             every,
             about_rows(trusted),
             folder,

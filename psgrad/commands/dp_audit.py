@@ -23,7 +23,6 @@ from psgrad.commands.private_setup import (
     unit_in_words,
 )
 from psgrad.commands.run_manifest import describe_run, running_manifest
-from psgrad.commands.run_progress import Clock
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.privacy.accounting import MECHANISM, Events, epsilon_pld, epsilon_rdp, part_of
@@ -32,6 +31,7 @@ from psgrad.engine.privacy.generators import make_generator
 from psgrad.errors import ConfigError
 from psgrad.reports.audit import audit_content
 from psgrad.run import PrivateRunFolder
+from psgrad.run.progress import Clock
 from psgrad.run.results import DPAuditResult, NoiseAudit, Progress, Say
 from psgrad.user_code import with_code_beside
 

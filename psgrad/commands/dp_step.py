@@ -30,7 +30,6 @@ from psgrad.commands.private_setup import (
 from psgrad.commands.private_statement import ledger_header
 from psgrad.commands.private_steps import PrivateRun
 from psgrad.commands.run_manifest import describe_run, running_manifest
-from psgrad.commands.run_progress import Clock, without_interrupts
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.privacy.accounting import part_of
@@ -41,6 +40,7 @@ from psgrad.errors import ConfigError
 from psgrad.reports.words import count
 from psgrad.run import Ledger, PrivateRunFolder
 from psgrad.run.ledger_lines import require_same_run
+from psgrad.run.progress import Clock, without_interrupts
 from psgrad.run.results import DPStepResult, Progress, Say
 from psgrad.user_code import with_code_beside
 
@@ -76,6 +76,12 @@ def dp_step(
         follow(config, processes, progress)
         return None
     privacy = require_privacy(config)
+    if privacy.individual_every is not None and processes.size > 1:
+        raise ConfigError(
+            f"privacy.individual_every with {processes.size} processes",
+            expected="one process, which has the norms of all records",
+            next_step="leave privacy.individual_every out, or run one process",
+        )
     require_honest_seed(privacy, insecure_deterministic)
     if resume:
         folder = PrivateRunFolder.open(config.output)
@@ -155,7 +161,8 @@ def dp_step(
             try:
                 with run.saved_if_ended():
                     for left in reversed(range(asked)):
-                        with without_interrupts(processes.hurry):  # Ctrl-C waits for the end of a step
+                        with without_interrupts():  # Ctrl-C waits for the end of a step
+                            run.before_step()
                             drawn = training.draw()
                             clipped = training.clipped(drawn)
                             run.pay(training.event())  # on the disk, before anything of it is released

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from psgrad.commands.loaded_parts import Trained, load
-from psgrad.commands.residence import Ranks
 from psgrad.commands.setup import Setup, at_weights, draws_at_random, require_precision_of_all, setup_of
 from psgrad.config import CheckpointConfig, Config, is_callable_spec
 from psgrad.engine.execution.examples import Examples
@@ -140,7 +139,7 @@ def first_run(config: Config, processes: Processes) -> Setup:
         load(
             _at(config, 0),
             trained=Trained(config.influence.parameters, "influence.parameters"),
-            ranks=Ranks.of(processes),
+            processes=processes,
         )
     )
     require_of_weights(config, run)

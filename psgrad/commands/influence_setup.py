@@ -24,7 +24,6 @@ from psgrad.commands.influence_queries import (
     queries_of,
 )
 from psgrad.commands.run_identity import identity, require_same_on_ranks
-from psgrad.commands.run_progress import read_ahead
 from psgrad.commands.setup import Setup, same_weights
 from psgrad.config import Config, MethodConfig, is_callable_spec
 from psgrad.data.measurements import Measurement, resolve_measurement
@@ -39,6 +38,7 @@ from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.models.run_checkpoints import adam_state, second_moments
 from psgrad.plugins import METHODS, configured
 from psgrad.run.identity import digest, flattened
+from psgrad.run.progress import read_ahead
 from psgrad.run.results import Say
 from psgrad.user_code import describe_failure
 
@@ -145,8 +145,7 @@ class InfluenceSetup:
 
     def agreed_seconds(self, own: float) -> float:
         """The time that the first process took for something, for choices that all make alike."""
-        name = self.processes.step("time")
-        return self.processes.agreed(name, lambda: [round(own * 1e6)])[0] / 1e6
+        return self.processes.agreed("time", lambda: [round(own * 1e6)])[0] / 1e6
 
 
 # Up to this number of scores, 32 MiB, are kept even where no question of the config needs them.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from psgrad.commands.class_names import require_names_of_outputs, require_one_numbering
-from psgrad.commands.residence import Ranks, Residence, agreed_residence, share_weights, turn_to_read
+from psgrad.commands.residence import Residence, residence_of, share_weights
 from psgrad.config import Config, DataConfig, ModelConfig
 from psgrad.config.model import TASK_LOSSES
 from psgrad.data.derived import GroupedSamples, SamplesWithColumns
@@ -24,8 +24,8 @@ from psgrad.data.sources.load import load_data
 from psgrad.engine.execution.memory import give_freed_memory_back
 from psgrad.engine.execution.objective import Forward
 from psgrad.engine.execution.placement import place
+from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.execution.recompute import Recompute
-from psgrad.engine.execution.sharded import shard
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.errors import ConfigError
 from psgrad.models.factory import LoadedModel, load_model
@@ -89,7 +89,7 @@ class Loaded:
     def placed(self, model: nn.Module) -> nn.Module:
         """Another model, such as that of another checkpoint, where this one's is and as this one is."""
         frozen = self.config.model.dtype
-        found = share_weights(place(model, self.device, self.dtype, frozen, self.supply))
+        found = place(model, self.device, self.dtype, frozen, self.supply)
         return found if self.recompute is None else self.recompute.add(found)
 
     def class_count(self, criterion: Criterion) -> int | None:
@@ -187,49 +187,40 @@ def load(
     *,
     trained: Trained,
     unit: str | None = None,
-    kept: Path | None = None,
     updates: bool = False,
-    ranks: Ranks | None = None,
+    processes: Processes | None = None,
 ) -> Loaded:
     """Load all that a config names. All processes of a run do so together, once.
 
     Args:
         trained: the parameters that are differentiated.
         unit: the column of the data that says whom each row belongs to.
-        kept: the folder of a run that keeps the tokens of texts.
         updates: whether the run writes to the parameters that are trained.
-        ranks: those that run it; None for this process alone.
+        processes: those that run it; None for this one alone.
 
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
     device = pick_device(config.engine.device)
-    ranks = Ranks.of(None) if ranks is None else ranks
-    residence = agreed_residence(config, device, ranks)
+    processes = OneProcess() if processes is None else processes
+    residence = residence_of(config, device, processes)
     often_freed = residence.where != "resident" or config.model.load is not None
     if often_freed and device.type == "cpu":
         give_freed_memory_back()  # before the first tensor is made
-    parts = ranks.parts(residence)
-    with turn_to_read(config.model, config.base):
-        loaded = load_model(
-            config.model,
-            config.base,
-            trained.patterns,
-            trained.key,
-            allow_download=config.allow_download,
-            in_files=residence.where != "resident",
-        )
-        config = with_precision(config, loaded)
-        dtype, autocast = pick_precision(config.engine.dtype)
-        identity = identify(loaded.model)  # now: placing converts tensors
-        residence = residence.supplied(loaded.model, device, config.engine.memory == "auto")
-        if parts is not None:
-            shard(loaded.model, dtype, config.model.dtype, parts, trained_too=not updates)
-        model = share_weights(
-            place(loaded.model, device, dtype, config.model.dtype, residence.supply, trained_too=not updates)
-        )
-        residence.require_room(model)
-    if parts is not None:  # when no rank waits for its turn
-        parts.serve(identity.weights_sha256)
+    loaded = load_model(
+        config.model,
+        config.base,
+        trained.patterns,
+        trained.key,
+        allow_download=config.allow_download,
+        in_files=residence.where != "resident",
+    )
+    config = with_precision(config, loaded)
+    dtype, autocast = pick_precision(config.engine.dtype)
+    identity = identify(loaded.model)  # now: placing converts tensors
+    residence = residence.supplied(device)
+    model = place(loaded.model, device, dtype, config.model.dtype, residence.supply, trained_too=not updates)
+    share_weights(model, processes)
+    residence.require_room(model)
     engine, recompute = config.engine, None
     if engine.recompute != "none":
         recompute = Recompute(
@@ -239,7 +230,7 @@ def load(
         recompute.add(model)
     criterion = resolve_loss(config.loss, config.base)
     _require_loss_of_the_head(loaded, criterion)
-    samples = samples_of(config.data, config, loaded, criterion, unit, kept)
+    samples = samples_of(config.data, config, loaded, criterion, unit)
     if config.data.class_names is None and samples.class_names is not None:
         named = config.data.model_copy(update={"class_names": list(samples.class_names)})
         config = config.model_copy(update={"data": named})
@@ -327,7 +318,6 @@ def samples_of(
     loaded: LoadedModel,
     criterion: Criterion,
     unit: str | None = None,
-    kept: Path | None = None,
 ) -> Samples:
     """The dataset as `load_data` has it for a config's model and loss, with the columns that the loss takes;
     of groups where data.group names them.
@@ -341,7 +331,6 @@ def samples_of(
             config.base,
             column,
             loaded.pretrained,
-            kept,
             criterion=criterion,
             trained_on=images,
             allow_download=config.allow_download,

@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 from safetensors.numpy import load_file
 
-from psgrad.commands.analyze import analyze, new_folder, prepared
+from psgrad.commands.analyze import analyze, load_analysis
 from psgrad.commands.influence import (
     Scored,
     finished,
@@ -35,21 +35,21 @@ from psgrad.commands.influence_search import require_searchable
 from psgrad.commands.influence_setup import InfluenceSetup, identity_at_first, identity_of_asked
 from psgrad.commands.influence_tables import Warnings, with_agreement, with_overall, without_nonfinite
 from psgrad.commands.measure_setup import require_mergeable
-from psgrad.commands.run_identity import NUMBER_OF_PARTS, reopen
-from psgrad.commands.run_manifest import running_manifest
-from psgrad.commands.run_progress import LOADING, Clock, PassProgress
+from psgrad.commands.run_identity import NAMES, NUMBER_OF_PARTS, reopen
 from psgrad.commands.setup import Setup
 from psgrad.config import Config
 from psgrad.config.reading import config_from
-from psgrad.engine.execution.ranks import MergingParts, OneProcess, RowPart
+from psgrad.engine.execution.ranks import MergingParts, OneProcess, Processes, RowPart
 from psgrad.engine.influence.ranking import joined_over
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
 from psgrad.run import RunFolder
 from psgrad.run.folders import SHARDS, manifest_of, packed
 from psgrad.run.identity import digest
 from psgrad.run.input_files import require_unchanged
+from psgrad.run.progress import LOADING
 from psgrad.run.results import AnalyzeResult, InfluenceResult, Progress, Say
 from psgrad.run.results.manifest import RunManifest, read_manifest
+from psgrad.run.run import Run
 from psgrad.run.shards import part_of_another_run
 from psgrad.user_code import with_code_beside
 
@@ -72,15 +72,17 @@ def measure_part(
 
     A part that is run again goes on where it ended. Raises PsgradError.
     """
-    start = prepared(config, limit, sample, progress)
-    require_mergeable(start.every)
+    run = Run[Processes](config.output, OneProcess(), progress)
+    analysis = load_analysis(config, limit, sample, run)
+    require_mergeable(analysis.every)
     size = config.engine.chunk_size
-    rows = len(start.setting)
+    rows = len(analysis.setting)
     part = RowPart.of(number, count, rows, size if isinstance(size, int) else 1)
-    folder = shared_folder(config.output, start.run, start.manifest(start.identity(count)))
+    run = Run[Processes](config.output, part, progress)
+    run.folder = shared_folder(config.output, analysis.setup, analysis.manifest(analysis.identity(count)))
     progress(Progress(0, 0, "samples", f"rows {part.rows.start:,} to {part.rows.stop - 1:,} of {rows:,}"))
-    start.measure(folder, progress, part, str(folder.manifest().get("run")))
-    return folder.path
+    analysis.measure(run)
+    return run.path
 
 
 def merge(output: Path, *, report: bool = True, progress: Say = lambda _: None) -> AnalyzeResult:
@@ -135,7 +137,8 @@ def shared_folder(output: Path, run: Setup, manifest: RunManifest) -> RunFolder:
         return _existing_folder(output, run, manifest)
     except OSError as error:
         raise OutputError(f"the output folder {output} can't be made: {error.strerror or error}") from error
-    folder = new_folder(output, run, overwrite=False)
+    folder = RunFolder.create(output)
+    folder.write_json(NAMES, run.identity.names)
     folder.write_manifest(replace(manifest, state="running").content())
     return folder
 
@@ -181,15 +184,14 @@ def influence_part(
     scores of all queries. Raises PsgradError.
     """
     require_searchable(config, matrix=matrix, part=True, processes=OneProcess())
-    clock, warnings = Clock(), Warnings(progress)
+    run, warnings = Run(config.output, OneProcess(), progress), Warnings(progress)
     progress(LOADING)
-    setup, store = loaded(config, warnings, progress, OneProcess())
+    setup, store = loaded(config, run, warnings)
     if config.influence.level == "token":
         raise ConfigError(
             "influence.level: token: the parts of a run store scores of samples",
             next_step="leave --part out, or set influence.level: sample",
         )
-    setup = setup.watched(PassProgress(clock, progress, setup.processes))
     now = _identity(setup, count, matrix)
     manifest = replace(manifest_for(setup), identity=now, run=digest(now))
     folder = shared_folder(config.output, setup.run, manifest)
@@ -201,7 +203,7 @@ def influence_part(
     progress(Progress(0, 0, "scores", f"{len(rows):,} of {len(setup.query_rows):,} queries"))
     found = None
     if rows:
-        found = scored_by_all(_with_queries(setup, rows), screening, matrix, clock, warnings, progress)
+        found = scored_by_all(_with_queries(setup, rows), screening, matrix, run, warnings)
         require_unchanged(setup.run.samples.stamps)
     _store(folder, place, found, warnings.messages)
     return folder.path
@@ -220,20 +222,19 @@ def merge_influence(output: Path, *, report: bool = True, progress: Say = lambda
 
 @with_code_beside
 def _merged(config: Config, manifest: dict[str, Any], report: bool, progress: Say) -> InfluenceResult:
-    clock, warnings = Clock(), Warnings(progress)
+    run, warnings = Run(config.output, OneProcess(), progress), Warnings(progress)
     progress(LOADING)
-    with clock("load"):
-        setup, _ = loaded(config, warnings, progress, OneProcess())
+    with run.clock("load"):
+        setup, _ = loaded(config, run, warnings)
         then = manifest["identity"]
         require_room(setup, then[_MATRIX])
         now = _identity(setup, then[NUMBER_OF_PARTS], then[_MATRIX])
         folder = reopen(config.output, now, setup.run, alone=False, command="influence")
     assert folder is not None, "the folder has a manifest"
     parts = _stored(folder, then[NUMBER_OF_PARTS], warnings)
-    with running_manifest(folder, read_manifest(manifest), clock) as running:
+    with run.begin(read_manifest(manifest), folder):
         joined = replace(_joined(setup, parts), matrix=then[_MATRIX])
-        result = with_tables_written(joined, running, folder, clock, warnings)
-        result = finished(result, running, folder, clock, report)
+        result = finished(with_tables_written(joined, run, warnings), run, report)
     folder.drop_shards()
     return result
 

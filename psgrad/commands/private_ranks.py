@@ -17,13 +17,13 @@ import torch
 from psgrad.commands.private_resume import private_hashes
 from psgrad.commands.private_setup import PrivateSetup, set_up_privately
 from psgrad.commands.private_statement import ledger_header, software
-from psgrad.commands.run_progress import without_interrupts
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.stored import as_stored
 from psgrad.engine.privacy.rank_steps import RankSteps
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.errors import DistributedError
+from psgrad.run.progress import without_interrupts
 from psgrad.run.results import Progress, Say
 
 _LOADED, _AGREED = "loaded", "agreed"  # where ranks meet
@@ -96,7 +96,7 @@ def follow(config: Config, processes: Processes, progress: Say) -> None:
     steps = _rank_steps(setup, processes)
     about = f"rank {processes.rank} of {processes.size} on {socket.gethostname()}, process {os.getpid()}"
     progress(Progress(0, 0, "steps", about))
-    with without_interrupts(processes.hurry):  # rank 0 decides when to end: else a step would lose its share
+    with without_interrupts():  # rank 0 decides when to end: else a step would lose its share
         steps.serve(setup.clipping, lambda step: progress(Progress(0, 0, "steps", f"step {step + 1}")))
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from torch import nn
 
 from psgrad.commands.loaded_parts import Loaded, Trained, load
-from psgrad.commands.residence import Ranks
 from psgrad.commands.setup import Setup, require_precision_of_all, setup_of
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.loading import to_device
@@ -147,7 +146,7 @@ def set_up_privately(
     unit = privacy.unit
     column = None if unit is None else unit.column
     trained = Trained(privacy.trainable, "privacy.trainable")
-    loaded = load(config, trained=trained, unit=column, updates=True, ranks=Ranks.of(processes))
+    loaded = load(config, trained=trained, unit=column, updates=True, processes=processes)
     _require_public_classes(loaded)
     # A row of a record must draw anew in each step.
     loaded = replace(loaded, samples=loaded.samples.anew())

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from psgrad.commands.private_individual import IndividualTable
 from psgrad.commands.private_setup import PrivateSetup
 from psgrad.commands.private_statement import Statement
 from psgrad.engine.privacy.accounting import (
@@ -68,6 +69,8 @@ class PrivateRun:
     ) -> None:
         self.setup, self.folder, self.ledger, self.training, self.lost = setup, folder, ledger, training, lost
         self._write = write
+        every = setup.privacy.individual_every
+        self._individual = None if every is None else IndividualTable(setup, folder, ledger, every)
         self.statement = Statement(setup, base, training.generator)
         self._spent = merged((event_of(line), 1) for line in ledger.steps)
         self._earlier = folder.private_table(_STEPS)  # of the processes before this one
@@ -93,6 +96,11 @@ class PrivateRun:
             self.folder.write_public_bytes(MODEL, self._model_bytes())
             raise
 
+    def before_step(self) -> None:
+        """What is measured of all records before a step is drawn."""
+        if self._individual is not None:
+            self._individual.before_step(self.training)
+
     def keep(self, noisy: NoisySum, last: bool) -> None:
         """Keep what is published of the last step: its noisy sums, before the update divides them."""
         self._clipping = noisy.clipping
@@ -116,6 +124,8 @@ class PrivateRun:
         """Write down what the step costs; nothing of it has been released."""
         self._write(self.statement.ledger_line(event, self.training))
         self._spent[event] = self._spent.get(event, 0) + 1
+        if self._individual is not None:
+            self._individual.count(event)
 
     def save(self) -> None:
         """Write the statement of what was spent, then the last noisy sum, then the state of the training. In
@@ -226,6 +236,8 @@ class PrivateRun:
         if self._earlier is not None:
             steps = pd.concat([self._earlier, steps], ignore_index=True) if len(steps) else self._earlier
         self.folder.write_private_table(_STEPS, steps)
+        if self._individual is not None:
+            self._individual.write()
         return steps
 
     def _notes(self) -> list[str]:

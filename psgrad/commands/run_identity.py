@@ -139,8 +139,7 @@ def require_same_on_ranks(what: str, found: Mapping[str, Any], processes: Proces
     if processes.size == 1:
         return
     own = json.dumps(found, default=str)
-    of_first = bytes(processes.agreed(f"same {what}", lambda: list(own.encode())))
-    others = differences(json.loads(of_first), json.loads(own))
+    others = differences(json.loads(processes.texts(f"same {what}", own)[0]), json.loads(own))
     if not others:
         return
     lines = [

@@ -5,7 +5,6 @@ there and to fit the model before any work, and loaded when asked for.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +17,6 @@ from torch import nn
 
 from psgrad import random_state
 from psgrad.commands.loaded_parts import Loaded, Trained, load
-from psgrad.commands.residence import Ranks, turn_to_read
 from psgrad.config import Config
 from psgrad.data.derived import DrawnSamples, drawn_rows
 from psgrad.data.reader import CheckedReader
@@ -27,14 +25,15 @@ from psgrad.engine.execution.buckets import ModelSize, padding_is_masked
 from psgrad.engine.execution.chunk_replay import ReplayCounts
 from psgrad.engine.execution.loading import Read, to_device
 from psgrad.engine.execution.objective import GroupObjective, Objective
-from psgrad.engine.execution.ranks import spread_rows
+from psgrad.engine.execution.ranks import Processes, spread_rows
 from psgrad.engine.execution.self_check import SelfCheck, self_check
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.builtin.outputs import summary_for
 from psgrad.engine.measures.measure import CheckpointModel
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.models.checkpoint_headers import require_checkpoint
+from psgrad.models.checkpoint_files import require_checkpoint
 from psgrad.models.factory import checkpoint_hash
+from psgrad.models.model_identity import identify
 
 Loss = Callable[..., Any]
 
@@ -76,9 +75,8 @@ class Setup(Loaded):
         model with other parameters.
         """
         section = self.config.model.model_copy(update={"checkpoint": path})
-        with turn_to_read(section, self.config.base):
-            loaded = self.another(section, in_files=self.supply is not None)
-            model = self.placed(loaded.model)
+        loaded = self.another(section, in_files=self.supply is not None)
+        model = self.placed(loaded.model)
         return replace(
             self,
             config=self.config.model_copy(update={"model": section}),
@@ -135,10 +133,10 @@ class Setup(Loaded):
         return self_check(self.objective, stream, len(self.samples), self.config.engine.verify)
 
 
-def set_up(config: Config, kept: Path | None = None, ranks: Ranks | None = None) -> Setup:
+def set_up(config: Config, processes: Processes | None = None) -> Setup:
     """Load all that a config names, and make the parts of a run of it; see `load`."""
     trained = Trained(config.analyze.trainable, "analyze.trainable")
-    return setup_of(load(config, trained=trained, kept=kept, ranks=ranks))
+    return setup_of(load(config, trained=trained, processes=processes))
 
 
 def setup_of(parts: Loaded, targets_later: bool = False) -> Setup:
@@ -219,8 +217,7 @@ def checkpoint_models(run: Setup) -> list[CheckpointModel]:
     met: dict[str, Path] = {}
     for path in paths:
         section = run.config.model.model_copy(update={"checkpoint": path})
-        with turn_to_read(section, base):
-            weights = _digest(run.another(section, in_files=run.supply is not None).model)
+        weights = identify(run.another(section, in_files=run.supply is not None).model).weights_sha256
         if weights in met:
             raise same_weights(met[weights], path, "analyze.checkpoints")
         met[weights] = path
@@ -267,12 +264,3 @@ def at_weights(objective: Objective, model: nn.Module, path: object) -> Objectiv
             cause="a folder of another model, or an adapter where the config has none",
         )
     return found
-
-
-def _digest(model: nn.Module) -> str:
-    """A hash of the model's weights; not of the file, into which torch.save writes its name."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, value in model.state_dict().items():
-        digest.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

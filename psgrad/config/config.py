@@ -34,7 +34,6 @@ _BYTES = {
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
 }
 _LEAST_MEMORY = 1 << 20  # less is a forgotten unit
-_ELSEWHERE = ("offloaded", "sharded")  # where weights live that take a share of the memory for chunks
 
 
 def _memory(value: object) -> object:
@@ -100,22 +99,19 @@ class EngineConfig(ConfigSection):
         int | Literal["auto"],
         BeforeValidator(_memory, json_schema_input_type=Annotated[int, Field(ge=_LEAST_MEMORY)] | str),
     ] = "auto"
-    """The memory of a chunk, and of offloaded or sharded weights, up to half of it each: a size such as
-    2GiB; auto is a share of the free memory.
+    """The memory of a chunk, and of offloaded weights, up to half of it each: a size such as 2GiB; auto is a
+    share of the free memory.
     """
-    parameters: Literal["auto", "resident", "offloaded", "sharded"] = "auto"
+    parameters: Literal["auto", "resident", "offloaded"] = "auto"
     """Where weights live: on the device (resident); or in the checkpoint's safetensors file or the host's
-    memory, from where operators bring them in (offloaded); or in parts on the processes of a run, from where
-    operators gather them (sharded); auto is resident if they take at most half of the free memory, else
-    sharded if the processes have room for the parts.
+    memory, from where operators bring them in (offloaded); auto is resident if they take at most half of the
+    free memory.
     """
-    shard_ranks: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
-    """Of how many processes each keeps a part of sharded weights; auto: those of one host, or all, the fewest
-    that have room for the parts.
-    """
+    process_timeout: Annotated[float, Field(gt=0, le=1e6)] = 3600.0
+    """Seconds that one of several processes waits for the others, at most."""
     recompute: Literal["auto", "none", "blocks"] | Annotated[list[str], Field(min_length=1)] = "auto"
     """Whether the modules that repeat run again in the backward pass, so that the pass holds the values
-    of one of them; auto for weights that are offloaded or sharded, and when a row does not fit into memory.
+    of one of them; auto for weights that are offloaded, and when a row does not fit into memory.
     Patterns such as `encoder.layer.*` name other modules to run again.
     """
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
@@ -132,7 +128,7 @@ class EngineConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _memory_sizes_automatic_chunks(self) -> EngineConfig:
-        if self.memory != "auto" and self.chunk_size != "auto" and self.parameters not in _ELSEWHERE:
+        if self.memory != "auto" and self.chunk_size != "auto" and self.parameters != "offloaded":
             raise ValueError(
                 f"memory says how large an automatic chunk may get, and chunk_size is {self.chunk_size}; set"
                 " one of the two"
@@ -248,7 +244,7 @@ class Config(ConfigSection):
 
     @model_validator(mode="after")
     def _quantised_weights_live_on_the_device(self) -> Config:
-        if self.model.load is not None and self.engine.parameters in _ELSEWHERE:
+        if self.model.load is not None and self.engine.parameters == "offloaded":
             raise ValueError(
                 f"engine.parameters is {self.engine.parameters}, and model.load: {self.model.load} keeps the"
                 " weights on the device; leave one of the two out"

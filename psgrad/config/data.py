@@ -91,6 +91,7 @@ def _data_paths(value: object) -> object:
 
 
 _IN_ORDER = "rows are read in the order of the dataset; a private run draws its batches by privacy.sampling"
+_STREAMS = "streams are not read; save the rows that you want with datasets' save_to_disk, or name data.split"
 # Keys that mean nothing without one of others.
 _READ_WITH = {
     ("tokenizer", "max_length", "truncation", "masked", "seed"): ("text", "prompt", "messages"),
@@ -110,6 +111,8 @@ class DataConfig(ConfigSection):
             "rows that are computed together are engine.chunk_size; a private run draws its batches by"
             " privacy.sampling"
         ),
+        "streaming": _STREAMS,
+        "stream_rows": _STREAMS,
         "user": "the column of a private run's users is privacy.unit.column",
     }
 
@@ -125,10 +128,6 @@ class DataConfig(ConfigSection):
     """The configuration of `dataset`, where it has several."""
     split: str | None = None
     """The split of `dataset`, such as train or train[:10%]."""
-    streaming: bool = False
-    """Whether a `dataset` by hub id is streamed: its first rows are copied, and no more is downloaded."""
-    stream_rows: Annotated[int, Field(ge=1)] = 100_000
-    """Of rows that are streamed: how many are copied to the disk at most, the first ones."""
     images: FilePath | None = None
     """In place of a path: a folder of images, a folder for each class, or with a metadata file."""
     inputs: Annotated[str | list[str] | dict[str, str | LengthOf] | None, BeforeValidator(_inputs)] = None
@@ -223,8 +222,8 @@ class DataConfig(ConfigSection):
         """Raises ValueError where no column is named for the inputs, or for keys that nothing reads."""
         if self.factory is None and self.kwargs:
             raise ValueError("kwargs are the arguments of a factory; a path takes none")
-        if self.dataset is None and (self.config is not None or self.split is not None or self.streaming):
-            raise ValueError("config, split and streaming belong to dataset, and there is none")
+        if self.dataset is None and (self.config is not None or self.split is not None):
+            raise ValueError("config and split belong to dataset, and there is none")
         made_of = ("inputs", "text", "prompt", "messages", "image")
         if self.factory is None and self.images is None and not any(getattr(self, name) for name in made_of):
             raise ValueError(
@@ -252,7 +251,7 @@ class DataConfig(ConfigSection):
             )
 
 
-_CHOICES = ("rows", "ids", "where", "wrong", "worst")
+_CHOICES = ("rows", "ids", "where", "worst")
 QUERY_NAMES = ("id", "index", "target", "label", "loss", "prediction", "confidence", "correct")
 """The columns that influence.queries.where can name; label is another name of target."""
 
@@ -266,9 +265,14 @@ class QueriesConfig(DataConfig):
     """The queries: a dataset of their own, described as `data` is, whose keys it has where it leaves them
     out; without a source of their own, they are rows of the training data.
 
-    `rows` or `ids` are the rows to ask about, of which `where`, `wrong` and `worst`, in this order, keep
+    `rows` or `ids` are the rows to ask about, of which `where` and `worst`, in this order, keep
     some; left out, all of them.
     """
+
+    not_taken: ClassVar[Mapping[str, str]] = {
+        **DataConfig.not_taken,
+        "wrong": "set where: not correct",
+    }
 
     rows: list[Annotated[int, Field(ge=0)]] | None = None
     """The rows that are queries, counted from 0; left out, all of them."""
@@ -276,8 +280,6 @@ class QueriesConfig(DataConfig):
     """In place of rows: the ids of the rows that are queries."""
     where: Annotated[str, AfterValidator(_query_condition)] | None = None
     """A condition on id, index, target (or label), loss, prediction, confidence and correct."""
-    wrong: bool = False
-    """Only rows whose predicted class is another than their label."""
     worst: Annotated[int, Field(ge=1)] | None = None
     """Take only this number of rows, those with the largest loss."""
 
@@ -309,7 +311,7 @@ class QueriesConfig(DataConfig):
             self._check_columns()
         elif not self.choice_given:
             raise ValueError(
-                "neither path, dataset, images, factory nor rows, ids, where, wrong, worst says what the"
+                "neither path, dataset, images, factory nor rows, ids, where, worst says what the"
                 " queries are; leave queries out to ask about all training rows"
             )
         return self
@@ -317,7 +319,7 @@ class QueriesConfig(DataConfig):
     @property
     def choice_given(self) -> set[str]:
         """The keys that choose among rows, those that are given."""
-        return {key for key in _CHOICES if getattr(self, key) not in (None, False)}
+        return {key for key in _CHOICES if getattr(self, key) is not None}
 
     @model_validator(mode="after")
     def _each_row_once(self) -> QueriesConfig:

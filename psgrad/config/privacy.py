@@ -148,6 +148,10 @@ class PrivacyConfig(ConfigSection):
     """
     checkpoint_every: Annotated[int | str, BeforeValidator(_interval)] = "30s"
     """A number of steps, or a time such as 30s, 5min or 1h."""
+    individual_every: Annotated[int, Field(ge=1)] | None = None
+    """Before every so many steps each record's norm is computed, for a private table of what its own norms
+    cost it; 1 for all steps, more for an estimate. Takes a pass over the data each time.
+    """
 
     @property
     def checkpoint_steps(self) -> int | None:
@@ -240,6 +244,13 @@ class PrivacyConfig(ConfigSection):
                 f"expected_batch_size is {divisor:g}, and batches have about {expected:g} records"
                 " (sample_rate * dataset_size, at most max_batch_size); is one of them off?"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _records_have_moments(self) -> PrivacyConfig:
+        kind = f"{self.sampling.scheme} sampling under {self.relation}"
+        if self.individual_every and kind.startswith(("truncated", "poisson sampling under replace")):
+            raise ValueError(f"individual_every: the moments of a record are not known for {kind}")
         return self
 
     @model_validator(mode="after")

@@ -67,9 +67,6 @@ class DrawnSamples(SamplesOf):
         self.group_sizes = None if samples.group_sizes is None else samples.group_sizes[rows]
         self.agreed_targets = None if samples.agreed_targets is None else samples.agreed_targets[rows]
 
-    def read(self, start: int, stop: int) -> Block:
-        return self._samples.take(self.rows[start:stop])
-
     def take(self, rows: Array) -> Block:
         return self._samples.take(self.rows[self._existing(rows)])
 
@@ -110,9 +107,6 @@ class SamplesWithColumns(SamplesOf):
                 expected="columns whose rows are alike",
             )
         self.ragged = None if samples.ragged is None else samples.ragged.around(before=len(names))
-
-    def read(self, start: int, stop: int) -> Block:
-        return self._with(self._samples.read(start, stop), self._columns.read(start, stop))
 
     def take(self, rows: Array) -> Block:
         return self._with(self._samples.take(rows), self._columns.take(rows))
@@ -184,9 +178,6 @@ class GroupedSamples(SamplesOf):
             " its rows'",
         )
         self.fingerprint = self._digest(samples.fingerprint, len(self))
-
-    def read(self, start: int, stop: int) -> Block:
-        return self.take(np.arange(start, stop))
 
     def take(self, rows: Array) -> Block:
         groups = self._existing(rows)
@@ -296,13 +287,12 @@ class TwoCompletions(SamplesOf):
         self.targets = self.units = None
         self.ungrouped = self.group_sizes = self.agreed_targets = None
 
-    def read(self, start: int, stop: int) -> Block:
-        count, blocks = len(self.first), []
-        if start < count:
-            blocks.append(self.first.read(start, min(stop, count)))
-        if stop > count:
-            blocks.append(self.second.read(max(start, count) - count, stop - count))
-        return joined(blocks)
+    def take(self, rows: Array) -> Block:
+        rows = self._existing(rows)
+        firsts = rows < len(self.first)
+        parts = ((self.first, rows[firsts]), (self.second, rows[~firsts] - len(self.first)))
+        order = np.concatenate([np.flatnonzero(firsts), np.flatnonzero(~firsts)])
+        return joined([samples.take(own) for samples, own in parts if len(own)]).at(np.argsort(order))
 
     def row_name(self, row: int) -> str:
         count = len(self.first)

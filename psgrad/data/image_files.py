@@ -10,7 +10,6 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +18,12 @@ import pyarrow as pa
 
 from psgrad.config import DataConfig
 from psgrad.config.values import require_regular
-from psgrad.data.sources.file_checks import Wanted, require_columns
-from psgrad.data.sources.source import TableSource
-from psgrad.data.sources.source_rows import SourceRows, TableRows
+from psgrad.data.columns import ColumnRoles, require_columns
+from psgrad.data.sources.source import source_for
+from psgrad.data.sources.table_rows import TableRows
 from psgrad.errors import ConfigError, DataError, UnreadableRow
 from psgrad.models.hub import library
-from psgrad.plugins import SOURCES, configured
+from psgrad.run.identity import files_sha256
 from psgrad.wording import first_line, first_of
 
 if TYPE_CHECKING:
@@ -34,17 +33,6 @@ if TYPE_CHECKING:
 IMAGE, LABEL, FILE_NAME = "image", "label", "file_name"
 _SHOWN = 5
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-
-
-class FolderRows(TableRows):
-    """Rows whose images are files of a folder, by paths relative to it."""
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash of the metadata file, or of the names and classes; not of the content of the images."""
-        if self.files:
-            return super().fingerprint
-        return hashlib.sha256(str(self._table.to_pydict()).encode()).hexdigest()
 
 
 def with_names(config: DataConfig, base: Path) -> DataConfig:
@@ -58,7 +46,7 @@ def with_names(config: DataConfig, base: Path) -> DataConfig:
     return config.model_copy(update={"image": image, "target": target, "id": config.id or image})
 
 
-def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> SourceRows:
+def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> TableRows:
     """The images of data.images, with the columns that the config names. Raises ConfigError and DataError."""
     assert config.images is not None
     folder = required_folder(base / config.images)
@@ -78,12 +66,11 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Sour
     columns = {config.image: paths, FILE_NAME: paths}
     if classes:
         columns[LABEL] = [parts[0] for parts in images]
-    wanted = Wanted.of(config, unit).columns
+    wanted = ColumnRoles.of(config, unit).columns
     require_columns(wanted, list(columns), str(folder))
-    rows = FolderRows(pa.table({name: columns[name] for name in wanted}), [])
-    rows.source = str(folder)
-    rows.notes = _left_out(others, bool(classes))
-    return rows
+    table = pa.table({name: columns[name] for name in wanted})
+    listing = hashlib.sha256(str(table.to_pydict()).encode()).hexdigest()
+    return TableRows(table, str(folder), listing, notes=_left_out(others, bool(classes)))
 
 
 def _left_out(others: Sequence[str], classes: bool) -> tuple[str, ...]:
@@ -144,19 +131,20 @@ def _files(folder: str, above: tuple[str, ...], followed: Set[str]) -> Iterator[
                 yield parts, entry.is_file()
 
 
-def _of_metadata(metadata: Path, config: DataConfig, unit: str | None) -> SourceRows:
+def _of_metadata(metadata: Path, config: DataConfig, unit: str | None) -> TableRows:
     """The rows of a metadata file, whose column file_name is the image."""
     assert config.image is not None
-    source = configured(SOURCES, metadata.suffix.removeprefix("."), {}, metadata.parent)
-    assert isinstance(source, TableSource)
-    there = source.header(metadata).names
-    file_name = config.image if config.image in there else FILE_NAME
-    own = {"image": file_name, "id": file_name if config.id == config.image else config.id}
-    found = source.rows(metadata, Wanted.of(config.model_copy(update=own), unit))
-    table = found.read(0, found.count) if found.count else found.schema.empty_table()
-    _require_inside(metadata, table.column(file_name).to_pylist())
-    names = [config.image if name == file_name else name for name in table.column_names]
-    return FolderRows(table.rename_columns(names), [metadata])
+    source = source_for(metadata)
+    assert config.image is not None
+    own = {"image": FILE_NAME, "id": FILE_NAME if config.id == config.image else config.id}
+    try:
+        table = source.table(metadata, ColumnRoles.of(config, unit))
+    except ConfigError:  # its column of images has the name that the datasets library gives it
+        table = source.table(metadata, ColumnRoles.of(config.model_copy(update=own), unit))
+        names = [config.image if name == FILE_NAME else name for name in table.column_names]
+        table = table.rename_columns(names)
+    _require_inside(metadata, table.column(config.image).to_pylist())
+    return TableRows(table, str(metadata), files_sha256([metadata]), (metadata,))
 
 
 def _require_inside(metadata: Path, names: Sequence[Any]) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,14 +28,12 @@ from psgrad.data.image_files import (
     notes_on,
     opened,
 )
-from psgrad.data.sources.arrow_columns import plain
-from psgrad.data.sources.source_rows import Array, SourceRows, pieces_of
+from psgrad.data.sources.table_rows import Array, TableRows
 from psgrad.data.sources.table_samples import RowName, TableSamples
 from psgrad.data.targets import Labels
 from psgrad.errors import ConfigError, DataError
 from psgrad.models.hub import library
 from psgrad.models.pretrained import Pretrained
-from psgrad.run.host_files import arrays_made_once, in_pieces
 from psgrad.wording import first_line
 
 if TYPE_CHECKING:
@@ -216,8 +214,8 @@ DIGEST = 16
 class ImageSamples(TableSamples):
     """Rows of a table with a column of images: paths, bytes, or datasets' {bytes, path}.
 
-    The headers of all images are read once, with their fingerprint, by all processes of a run together;
-    pixels are decoded when a row is read, of an image with the same bytes.
+    The headers of all images are read once, with their fingerprint; pixels are decoded when a row is read, of
+    an image with the same bytes.
 
     Args:
         folder: paths are relative to it.
@@ -226,7 +224,7 @@ class ImageSamples(TableSamples):
 
     def __init__(
         self,
-        rows: SourceRows,
+        rows: TableRows,
         config: DataConfig,
         labels: Labels,
         unit: str | None,
@@ -236,17 +234,8 @@ class ImageSamples(TableSamples):
     ) -> None:
         assert config.image is not None
         self._image, self._folder, self._prepared = config.image, folder, prepared
-        of = f"images of {rows.fingerprint} in {folder}"
-        parts = pieces_of(rows, _ROWS_PER_PART)
-
-        def look() -> Iterator[bytes]:
-            return in_pieces(of, len(parts), lambda k: self._look(rows, parts[k]))
-
-        look()  # this process's share, where work is divided
-        looks = arrays_made_once(of, lambda: _joined(look()))
-        modes = Counter({mode: int(count) for mode, count in looks["modes"]})
-        self._digests = looks["digests"]
-        digest = hashlib.sha256(self._digests.tobytes()).hexdigest()
+        modes, self._digests = self._look(rows)
+        digest = hashlib.sha256(self._digests).hexdigest()
         first = next(iter(modes), "RGB")
         self._channels = prepared.channels or channels_of(first)
         self._shape: tuple[int, ...] | None = None
@@ -276,7 +265,7 @@ class ImageSamples(TableSamples):
         except BrokenImage as error:
             content, named, broken = str(error).encode(), error.arrived, error
             differs = "now; it was not so when the run began"
-        if _digest(content) != bytes(self._digests[row]):
+        if _digest(content) != self._digests[row * DIGEST : (row + 1) * DIGEST]:
             raise DataError(
                 f"{named} {differs}",
                 expected="the same images in all passes, and on all machines",
@@ -297,16 +286,16 @@ class ImageSamples(TableSamples):
         return found
 
     def _content(self, table: pa.Table, place: int, where: str) -> tuple[bytes, str]:
-        return content_of(plain(table.column(self._image))[place].as_py(), self._folder, where)
+        return content_of(table.column(self._image)[place].as_py(), self._folder, where)
 
-    def _look(self, rows: SourceRows, part: range) -> bytes:
-        """A line with the modes of these images, JSON {mode: how many} in the order of the rows, and the
-        digest of each image. A broken image is an error when its row is read, and not here.
+    def _look(self, rows: TableRows) -> tuple[Counter[str], bytes]:
+        """(how many images have which mode, in the order of the rows; the digest of each image, one after
+        another). A broken image is an error when its row is read, and not here.
         """
         modes: Counter[str] = Counter()
         digests = bytearray()
-        for start in range(part.start, part.stop, _ROWS_PER_PART):
-            table = rows.read(start, min(start + _ROWS_PER_PART, part.stop)).select([self._image])
+        for start in range(0, rows.count, _ROWS_PER_PART):
+            table = rows.read(start, min(start + _ROWS_PER_PART, rows.count))
             for place in range(table.num_rows):
                 try:
                     content, named = self._content(table, place, rows.row_name(start + place))
@@ -316,21 +305,7 @@ class ImageSamples(TableSamples):
                     with suppress(BrokenImage):
                         modes[opened(content, named).mode] += 1
                 digests += _digest(content)
-        return json.dumps(modes).encode() + b"\n" + digests
-
-
-def _joined(pieces: Iterable[bytes]) -> dict[str, Array]:
-    """`modes` [k, 2] text: how many images have which; `digests` [n, 16] bytes: of each image."""
-    modes: Counter[str] = Counter()
-    digests = []
-    for piece in pieces:
-        head, _, rest = piece.partition(b"\n")
-        modes.update(json.loads(head))
-        digests.append(np.frombuffer(rest, np.uint8).reshape(-1, DIGEST))
-    return {
-        "digests": np.concatenate(digests),
-        "modes": np.array(list(modes.items()), dtype="U32").reshape(-1, 2),
-    }
+        return modes, bytes(digests)
 
 
 def _digest(content: bytes) -> bytes:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from psgrad.data.loss import Criterion
-from psgrad.data.rows import Block, Samples
+from psgrad.data.rows import Array, Block, Samples
 from psgrad.data.targets import check_targets
 from psgrad.errors import UnreadableRow
 from psgrad.ragged import joined
@@ -65,26 +63,17 @@ class CheckedReader:
             check_targets(criterion, torch.as_tensor(samples.targets), classes, samples.row_name)
 
     def __call__(self, start: int, stop: int) -> Block:
-        block = self._read(range(start, stop), lambda: self.samples.read(start, stop))
-        if not self._known:
-            check_targets(
-                self.criterion, block.target, self.classes, lambda place: self.samples.row_name(start + place)
-            )
-            self._note(slice(start, stop), block.target)
-        if self.contents is not None:
-            self.contents[start:stop] = digests(block)
-        if self.lengths is not None and block.target is not None:
-            self.lengths[start:stop] = _counted(block, self.criterion.ignore_index)
-        return block
+        """The rows start, ..., stop - 1."""
+        return self.take(np.arange(start, stop))
 
-    def take(self, rows: np.ndarray[Any, Any]) -> Block:
+    def take(self, rows: Array) -> Block:
         """These rows, in this order."""
-        block = self._read(rows.tolist(), lambda: self.samples.take(rows))
+        block = self._read(rows)
         if self.contents is not None:
             self.contents[rows] = digests(block)
         if self.lengths is not None and block.target is not None:
             self.lengths[rows] = _counted(block, self.criterion.ignore_index)
-        if not self._known and block.target is not None:
+        if not self._known:
             check_targets(
                 self.criterion,
                 block.target,
@@ -92,26 +81,24 @@ class CheckedReader:
                 lambda place: self.samples.row_name(int(rows[place])),
             )
             self._note(rows, block.target)
-        elif not self._known:
-            check_targets(self.criterion, None, self.classes)
         return block
 
-    def targets_at(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    def targets_at(self, rows: Array) -> Array | None:
         """The targets of these rows; None where there are none, or not all of the rows have been read."""
         if self.targets is None or (self.samples.targets is None and not self._noted[rows].all()):
             return None
-        found: np.ndarray[Any, Any] = self.targets[rows]
+        found: Array = self.targets[rows]
         return found
 
-    def _read(self, rows: Iterable[int], read: Callable[[], Block]) -> Block:
-        """What `read` returns, or these rows one by one where one of them can't be read."""
+    def _read(self, rows: Array) -> Block:
+        """These rows, one by one where one of them can't be read."""
         with self.samples.reading:
             try:
-                block = read()
+                block = self.samples.take(rows)
             except UnreadableRow:
                 if not self._goes_on:
                     raise
-                block = joined([self._one(row) for row in rows])
+                block = joined([self._one(row) for row in rows.tolist()])
         require_unchanged(self.samples.stamps)
         return block
 
@@ -126,7 +113,7 @@ class CheckedReader:
         target = like.target if self.targets is None else torch.as_tensor(self.targets[row : row + 1])
         return replace(like, inputs=inputs, target=target)
 
-    def _note(self, rows: slice | np.ndarray[Any, Any], target: torch.Tensor | None) -> None:
+    def _note(self, rows: Array, target: torch.Tensor | None) -> None:
         if target is None or target.dim() != 1 or self.samples.targets is not None:
             return
         if self.targets is None:

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from psgrad.config import DataConfig
-from psgrad.data.sources.file_checks import not_numbers
-from psgrad.data.sources.source_rows import runs
+from psgrad.data.columns import not_numbers
 from psgrad.errors import DataError
 from psgrad.ragged import Block as Block
-from psgrad.ragged import RaggedAxes, joined
+from psgrad.ragged import RaggedAxes
 from psgrad.run.input_files import Stamp
 
 Array = npt.NDArray[Any]
@@ -83,20 +82,15 @@ class Samples(ABC):
     def __len__(self) -> int:
         return len(self.ids)
 
-    @abstractmethod
     def read(self, start: int, stop: int) -> Block:
         """The rows start, ..., stop - 1, which must exist. Raises DataError for one that can't be used."""
+        return self.take(np.arange(start, stop))
 
+    @abstractmethod
     def take(self, rows: Array) -> Block:
         """Any rows, at least one, in the given order; [n] whole numbers, of which one may occur more than
-        once.
-
-        Each row is read once, neighbours together. Raises IndexError for a row that is not there, DataError
-        as `read` does.
+        once. Raises IndexError for a row that is not there, DataError as `read` does.
         """
-        distinct, places = np.unique(self._existing(rows), return_inverse=True)
-        blocks = [self.read(start, stop) for start, stop in runs(distinct)]
-        return joined(blocks).at(places)
 
     def anew(self) -> Samples:
         """This dataset; rows that code makes are made each time they are read."""
@@ -243,9 +237,8 @@ def _ids(series: pd.Series[Any], name: str) -> Array:
                 expected="text without it",
             )
         return found
-    raise DataError(
-        f"the ids in {name!r} are of type {type(values[0]).__name__}", expected="texts or whole numbers"
-    )
+    kind = "lists" if isinstance(values[0], list | np.ndarray) else f"of type {type(values[0]).__name__}"
+    raise DataError(f"the ids in {name!r} are {kind}", expected="texts or whole numbers, one per row")
 
 
 def ids_and_units(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from psgrad.config import did_you_mean
+from psgrad.data.columns import not_numbers
 from psgrad.data.loss import Criterion
-from psgrad.data.sources.file_checks import not_numbers
 from psgrad.errors import DataError
 from psgrad.wording import first_of
 

@@ -235,7 +235,7 @@ def lines_of(hashes: Mapping[str, Any]) -> dict[str, str]:
 _SECTIONS = ("version", "model", "loss", "data", "engine")
 _OF_ANALYZE = ("measures", "checkpoints", "seed", "trainable")
 # Keys that change no number, such as how much is checked and how much memory there is.
-_FREE = ("verify", "memory", "stream_rows", "process_timeout")
+_FREE = ("verify", "memory", "process_timeout")
 
 
 def settings_of(config: Config) -> dict[str, Any]:

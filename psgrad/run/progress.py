@@ -49,13 +49,6 @@ class RowsAhead(Protocol):
         """Reads these rows and keeps them; gives (how many are read, of how many)."""
 
 
-class RowCounter(Protocol):
-    """Processes that count their rows together."""
-
-    def progress(self, name: str, rows: int) -> int:
-        """Adds finished rows; returns how many all processes have finished."""
-
-
 def read_ahead(samples: RowsAhead, count: int, say: Say) -> None:
     """Read the first `count` rows of a dataset that code makes, with progress; they are kept for all passes.
 
@@ -95,11 +88,11 @@ class Clock:
 
 class PassProgress:
     """How far the present phase has come, where it lasts: its steps, where it counts them; its passes over
-    rows, counted, the row of the present one, and rows per second, of all processes together. Called as
-    `Examples.watch` is.
+    rows, counted, the row of the present one, and rows per second. Of several processes it is what this one
+    has done, times their number. Called as `Examples.watch` is.
     """
 
-    def __init__(self, clock: Clock, say: Say, processes: RowCounter) -> None:
+    def __init__(self, clock: Clock, say: Say, processes: int) -> None:
         self._clock, self._say, self._processes = clock, say, processes
         self._phase_began = self._said = 0.0
         self._done: dict[int, int] = {}
@@ -107,8 +100,7 @@ class PassProgress:
     def __call__(self, rows: int, of: int) -> None:
         if self._clock.began != self._phase_began:
             self._phase_began, self._done = self._clock.began, {}
-        done = self._processes.progress(f"passes.{self._clock.phase}.{of}", rows)
-        self._done[of] = done
+        done = self._done[of] = self._done.get(of, 0) + rows * self._processes
         now = time.perf_counter()
         if now - self._phase_began < _SECONDS_OF_SILENCE or now - self._said < _SECONDS_BETWEEN:
             return
@@ -124,9 +116,9 @@ class PassProgress:
 
 
 @contextmanager
-def without_interrupts(on_signal: Callable[[], None] = lambda: None) -> Iterator[Callable[[], None]]:
+def without_interrupts() -> Iterator[Callable[[], None]]:
     """SIGINT and SIGTERM wait until the block is done, or calls the function that it gets, and are then
-    handled as they would have been. Of each the second waits no longer. on_signal: called when one arrives.
+    handled as they would have been. Of each the second waits no longer.
 
     Outside of the main thread, which alone receives signals, nothing changes.
     """
@@ -139,7 +131,6 @@ def without_interrupts(on_signal: Callable[[], None] = lambda: None) -> Iterator
     def wait(signum: int, frame: FrameType | None) -> None:
         waiting.append((signum, frame))
         signal.signal(signum, before[signum])
-        on_signal()
 
     def handle() -> None:
         while waiting:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from psgrad.run.folders import RunFolder
-from psgrad.run.progress import LOADING, Clock, PassProgress, Progress, RowCounter, Say
+from psgrad.run.progress import LOADING, Clock, PassProgress, Progress, Say
 from psgrad.run.results.manifest import RunManifest
 
 
@@ -28,7 +28,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-class Sharing(RowCounter, Protocol):
+class Sharing(Protocol):
     """The processes that share a run. size: how many. leads: whether this is the one that writes."""
 
     size: int
@@ -73,7 +73,7 @@ class Run(Generic[P]):
 
     def passes(self) -> PassProgress:
         """What `Examples.watch` takes: it shows how far the passes of the present phase have come."""
-        return PassProgress(self.clock, self.progress, self.processes)
+        return PassProgress(self.clock, self.progress, self.processes.size)
 
     @contextmanager
     def begin(self, manifest: RunManifest, folder: RunFolder | None = None) -> Iterator[Self]:
@@ -112,7 +112,7 @@ class Run(Generic[P]):
 
     def add(self, **parts: Any) -> RunManifest:
         """Add these parts to the manifest, and the seconds of the phases; returns it."""
-        self.manifest = replace(self.manifest, timings=dict(self.clock.seconds), **parts)
+        self.manifest = replace(self.manifest, **{"timings": dict(self.clock.seconds), **parts})
         return self.manifest
 
     def write_manifest(self, state: str = "running") -> None:

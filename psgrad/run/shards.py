@@ -63,7 +63,7 @@ class Shards:
     def __init__(
         self, folder: RunFolder, name: str, run: str = "", part: str = "", counted: bool = False
     ) -> None:
-        self._folder, self._run, self._counted = folder, run, counted
+        self._folder, self.name, self._run, self._counted = folder, name, run, counted
         self._prefix = "/".join(filter(None, (SHARDS, name, part)))
         self._count = 0
         self._rows = 0

@@ -1,5 +1,5 @@
-"""Processes that srun starts: SLURM's variables. The guide's scripts for SLURM, with a stand-in for srun, and
-its jobs for Kubernetes, as the shells of their pods.
+"""The guide's scripts for SLURM, with a stand-in for srun that starts one process on one machine, and its
+jobs for Kubernetes, as the shells of their pods.
 """
 
 from __future__ import annotations
@@ -13,51 +13,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from psgrad.cli import processes
-from psgrad.cli.processes import first_host, in_a_group, take_slurm
+from psgrad.cli.processes import in_a_group
 from psgrad.errors import ConfigError
 from tests.commands.same_runs import assert_same_runs
 from tests.workplace import Workplace
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
-STEP = {
-    "SLURM_PROCID": "9",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NUM_TASKS": "32",
-    "SLURM_STEP_TASKS_PER_NODE": "8(x4)",
-    "SLURM_STEP_NODELIST": "gpu[07-10]",
-    "SLURM_JOB_ID": "1234567",
-    "SLURM_STEP_ID": "2",
-}
 SRUN = """#!{python}
 import os, subprocess, sys
-count = int(os.environ["STAND_IN_TASKS"])
-known = {{"SLURM_STEP_NUM_TASKS": str(count), "SLURM_STEP_NODELIST": "localhost"}}
-known["SLURM_JOB_ID"] = str(os.getpid())
-ranks = [
-    subprocess.Popen(
-        sys.argv[1:], env={{**os.environ, **known, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}}
-    )
-    for rank in range(count)
-]
-sys.exit(max(rank.wait() for rank in ranks))
+sys.exit(subprocess.run(sys.argv[1:], env={{**os.environ, "SLURM_PROCID": "0"}}).returncode)
 """
-
-
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    [
-        ("one", "one"),
-        ("one,two", "one"),
-        ("node[01-04,07],other", "node01"),
-        ("node[3,5-6]", "node3"),
-        ("rack[2-3]-a,b", "rack2-a"),
-        ("first,node[01-04]", "first"),
-        ("10.0.0.[1-9]", "10.0.0.1"),
-    ],
-)
-def test_first_host_of_a_list(hosts: str, first: str) -> None:
-    assert first_host(hosts) == first
 
 
 @pytest.mark.parametrize(("rank", "size"), [("0", "two"), ("x", "2"), ("2", "2"), ("-1", "2"), ("", "2")])
@@ -68,47 +33,14 @@ def test_rank_that_can_not_be_is_refused(monkeypatch: pytest.MonkeyPatch, rank: 
         in_a_group()
 
 
-def test_a_process_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "usable_cores", lambda: 4)
-    environment = {**STEP, "SLURM_CPUS_ON_NODE": "32"}  # each process is bound to its cores
-    take_slurm(environment)
-    assert {name: environment[name] for name in environment.keys() - {*STEP, "SLURM_CPUS_ON_NODE"}} == {
-        "RANK": "9",
-        "WORLD_SIZE": "32",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "8",
-        "MASTER_ADDR": "gpu07",
-        "MASTER_PORT": "24569",
-    }
-
-
-@pytest.mark.parametrize(
-    ("change", "threads"),
-    [
-        ({"SLURM_CPUS_ON_NODE": "64"}, "8"),
-        ({"SLURM_CPUS_ON_NODE": "64", "SLURM_CPUS_PER_TASK": "3"}, "3"),
-        ({"SLURM_CPUS_ON_NODE": "64", "OMP_NUM_THREADS": "5"}, "5"),
-        ({"SLURM_CPUS_ON_NODE": "4", "SLURM_STEP_TASKS_PER_NODE": "128"}, "1"),
-    ],
-    ids=["not bound", "cores asked for", "user's own", "more processes than cores"],
-)
-def test_processes_of_srun_that_are_not_bound_divide_the_cores(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, str], threads: str
-) -> None:
-    monkeypatch.setattr(processes, "usable_cores", lambda: 64)
-    environment = {**STEP, **change}
-    take_slurm(environment)
-    assert environment["OMP_NUM_THREADS"] == threads
-
-
-@pytest.mark.parametrize(
-    "change", [{"RANK": "3", "WORLD_SIZE": "4"}, {"SLURM_STEP_NUM_TASKS": "1"}], ids=["torchrun", "one task"]
-)
-def test_variables_that_are_set_stay(change: dict[str, str]) -> None:
-    environment = {**STEP, **change}
-    before = dict(environment)
-    take_slurm(environment)
-    assert environment == before
+def test_several_processes_of_srun_without_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "32")
+    with pytest.raises(ConfigError, match="srun has started psgrad 32 times"):
+        in_a_group()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "64")  # of torchrun
+    assert in_a_group()
 
 
 def tools(place: Workplace) -> str:
@@ -165,9 +97,9 @@ def test_the_scripts_of_the_guide_run(workplace: Workplace, monkeypatch: pytest.
     workplace.config["output"] = "together"
     workplace.refused(2, "", options=("--part", "0/1"))  # which writes the config
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    script(workplace, "analyze.sbatch", STAND_IN_TASKS="2", SLURM_CPUS_PER_TASK="3")
+    slurm = {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "7"}
+    script(workplace, "analyze.sbatch", **slurm)
     assert_same_runs(workplace.folder / "out", workplace.folder / "together")
-    assert workplace.manifest("together")["engine"]["threads"] == 3
     workplace.config["output"] = "parts"
     workplace.refused(2, "", options=("--part", "0/1"))
     for part in ("2", "1"):

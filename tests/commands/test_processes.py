@@ -1,25 +1,31 @@
-"""`psgrad analyze --processes N` in real processes, against the same run in one."""
+"""Commands in several processes that die, fail or are asked to end: they end with one named error, and go on
+with any number of processes to the tables of one process that was left alone. Where nobody dies, see
+test_all_by_processes.py.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from psgrad.commands.analyze import analyze
-from psgrad.config import load_config
-from psgrad.engine.execution.ranks import OneProcess
+from psgrad.run import durable_files
+from psgrad.run.gradient_index import GradientIndex
+from psgrad.run.shards import Shards
 from tests.commands.same_runs import assert_same_runs
+from tests.forked_ranks import EndedRank, Plant, die, run_ranks
+from tests.influence_workplace import InfluenceWorkplace
 from tests.workplace import ROWS, Workplace
 
 MEASURES = ["noise_scale", "signal_to_noise", "relative_norm", "cosine_to_class_mean", "loo_mean_change"]
@@ -43,6 +49,150 @@ class Slow(Measure):
 
         return [OwnPass("slow", run)]
 """
+ANALYZE, INDEX = ("analyze", "config.yaml", "--no-report"), ("influence", "index", "config.yaml")
+PASSES = ["samples", "samples-again", "hessian-trace"]
+
+
+@pytest.fixture
+def both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> InfluenceWorkplace:
+    """A config for analyze with three passes, and for an index of six shards."""
+    (tmp_path / "first").mkdir()
+    found = InfluenceWorkplace(tmp_path / "first", monkeypatch, capfd)
+    found.prepare()
+    found.config["engine"] = {"chunk_size": 4, "verify": 1}
+    found.config["analyze"] = {"measures": ["relative_norm", "cosine_to_mean", "hessian_trace"]}
+    index = {"path": "index", "dimension": 8, "rows_per_shard": 4}
+    found.config["influence"] |= {"method": "projected_influence", "index": index}
+    (found.folder / "config.yaml").write_text(yaml.safe_dump(found.config))
+    return found
+
+
+def refused(place: InfluenceWorkplace, plant: Plant, *words: str, size: int = 2) -> list[EndedRank]:
+    """How the ranks end, once it is seen that those which were not killed end with exit code 3 and no
+    traceback, and have no number.
+    """
+    ended = run_ranks(place.folder, size, *words, plant=plant)
+    assert {rank.code for rank in ended} <= {3, -signal.SIGKILL}, ended
+    assert "Traceback" not in "".join(rank.err for rank in ended)
+    assert [rank.out for rank in ended] == [""] * size
+    return ended
+
+
+def killed_in(name: str, victim: int, monkeypatch: pytest.MonkeyPatch) -> Plant:
+    """The death of a rank when it has stored its first shard of a pass, or of an index."""
+
+    def plant(rank: int) -> None:
+        if rank != victim:
+            return
+        append, write = Shards.append, GradientIndex.write
+
+        def appended(self: Shards, *arguments: object) -> None:
+            append(self, *arguments)  # type: ignore[arg-type]
+            if self.name == name:
+                die()
+
+        def written(self: GradientIndex, *arguments: object) -> None:
+            write(self, *arguments)  # type: ignore[arg-type]
+            die()
+
+        monkeypatch.setattr(Shards, "append", appended)
+        monkeypatch.setattr(GradientIndex, "write", written)
+
+    return plant
+
+
+@pytest.mark.long
+@pytest.mark.every(3)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("ranks", "then"), [(2, 1), (2, 2), pytest.param(3, 2, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(("words", "name"), [*((ANALYZE, name) for name in PASSES), (INDEX, "index")])
+def test_run_of_ranks_that_is_killed_in_a_pass_goes_on_to_the_tables_of_one_process(
+    both: InfluenceWorkplace,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    name: str,
+    ranks: int,
+    then: int,
+    victim: int,
+) -> None:
+    ended = refused(both, killed_in(name, victim, monkeypatch), *words, size=ranks)
+    assert ended[victim].code == -signal.SIGKILL
+    assert any("has lost another rank" in rank.err for rank in ended), ended
+    if words is ANALYZE:
+        resumed = run_ranks(both.folder, then, *words, "--resume") if then > 1 else []
+        assert [rank.code for rank in resumed] == [0] * len(resumed), resumed
+        if then == 1:
+            both.succeeded("--no-report", "--resume")
+        both.succeeded("--no-report", "--output", "one")
+        assert_same_runs(both.folder / "one", both.folder / "out")
+        return
+    resumed = run_ranks(both.folder, then, *words, "--resume")
+    assert [rank.code for rank in resumed] == [0] * then, resumed
+    alone = both.command(*words, "--set", "influence.index.path=alone")
+    assert alone.code == 0, alone.err
+    files = sorted((both.folder / "alone").rglob("*.safetensors"))
+    assert len(files) == len(both.arrays["x"]) // 4 + 1  # and the sums
+    for file in files:
+        other = both.folder / "index" / file.relative_to(both.folder / "alone")
+        assert file.name == "sums.safetensors" or file.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("full", [pytest.param(0, marks=pytest.mark.sweep), 1])
+def test_full_disk_of_a_rank_ends_all_and_is_resumed(
+    both: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch, full: int
+) -> None:
+    written = durable_files.write_all
+
+    def write(descriptor: int, data: bytes | memoryview) -> None:
+        if bytes(data[:4]) == b"PAR1":  # the first shard
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written(descriptor, data)
+
+    def plant(rank: int) -> None:
+        if rank == full:
+            monkeypatch.setattr(durable_files, "write_all", write)
+
+    ended = refused(both, plant, *ANALYZE)
+    assert "No space left on device" in ended[full].err
+    assert ended[1 - full].err.count("error:") == 0  # one rank alone says what is wrong
+    resumed = run_ranks(both.folder, 3, *ANALYZE, "--resume")
+    assert [rank.code for rank in resumed] == [0, 0, 0], resumed
+    both.succeeded("--no-report", "--output", "one")
+    assert_same_runs(both.folder / "one", both.folder / "out")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("words", "folder"), [(ANALYZE, "run folder"), (INDEX, "index")])
+def test_folder_that_is_not_shared_is_named(
+    both: InfluenceWorkplace, words: tuple[str, ...], folder: str
+) -> None:
+    other = both.folder.parent / "second"
+    shutil.copytree(both.folder, other)
+    ended = refused(both, lambda rank: os.chdir(other) if rank else None, *words)
+    assert f"rank 1 does not see the {folder}" in ended[1].err
+    assert "on storage that all machines share" in ended[1].err
+
+
+def test_port_that_is_taken_is_a_named_error(both: InfluenceWorkplace) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+
+        def plant(rank: int) -> None:
+            if rank:
+                die()
+            os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
+
+        first, _ = refused(both, plant, *ANALYZE)
+    assert "error: the process group can't be made" in first.err
+    assert "EADDRINUSE" in first.err
+    assert "set MASTER_PORT to a free one" in first.err
+
+
+# -- processes that torchrun, or psgrad with --processes, starts --------------------------------------------
 
 
 def command(place: Workplace, *options: str) -> list[str]:
@@ -67,7 +217,6 @@ def test_two_processes_equal_one(place: Workplace) -> None:
     outcome = run(place, "--processes", "2", "--output", "two", "-v")
     assert outcome.returncode == 0, outcome.stderr
     assert outcome.stdout.count("two\n") == 1  # one process alone prints
-    assert (place.folder / "two/logs/rank-1.log").exists()
     ranks = json.loads((place.folder / "two/manifest.json").read_text())["ranks"]
     assert (ranks["processes"], ranks["backend"]) == (2, "gloo")
     assert 0 < ranks["balance"] <= 1
@@ -79,39 +228,6 @@ def test_two_processes_equal_one(place: Workplace) -> None:
     ]
     place.succeeded("--no-report")
     assert_same_runs(place.folder / "out", place.folder / "two")
-
-
-class CountedProcess(OneProcess):
-    """A process that counts what it does together with others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = Counter[str]()
-
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if callable(found) and not name.startswith("_"):
-            self.calls[name] += 1
-        return found
-
-
-@pytest.mark.long
-def test_nothing_is_sent_for_a_chunk_but_the_progress(place: Workplace) -> None:
-    """Twelve chunks in two passes, and three: the same calls, beside those of the progress."""
-    place.config["analyze"] = {"measures": MEASURES}
-    found = []
-    assert ROWS == 24
-    for chunk in (2, 10):
-        place.config["engine"] = {"chunk_size": chunk}
-        place.config["output"] = f"chunk-{chunk}"
-        (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
-        process = CountedProcess()
-        analyze(load_config(place.folder / "config.yaml"), report=False, processes=process)
-        del process.calls["own"]  # which asks nobody
-        found.append(process.calls)
-    assert found[0].pop("progress") - found[1].pop("progress") == 2 * (12 - 3)
-    assert found[0] == found[1]
-    assert {"meet", "ranges", "agreed"} <= set(found[0])
 
 
 @pytest.mark.sweep
@@ -172,36 +288,6 @@ def test_sigterm_to_the_launcher_ends_the_run_with_143(
 
 @pytest.mark.sweep
 @pytest.mark.timeout(600)
-def test_stopped_agent_ends_the_ranks_and_a_pause_of_it_does_not(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The agent holds the key-value store: a request has no answer while it is stopped."""
-    (place.folder / "own.py").write_text(SLOW)
-    place.config["analyze"] = {"measures": ["own.py:Slow"]}
-    monkeypatch.setenv("SECONDS_A_ROW", "2")
-    monkeypatch.setenv("PSGRAD_RANK_SILENCE", "5")
-    agent = subprocess.Popen(
-        command(place, "--processes", "2", "--output", "two"), stderr=subprocess.PIPE, text=True
-    )
-    ranks = wait_for_ranks(agent, place.folder / "two/parts/samples")
-    for pause in (2.0, 60.0):
-        agent.send_signal(signal.SIGSTOP)
-        end = time.monotonic() + pause
-        while any(map(alive, ranks)) and time.monotonic() < end:
-            time.sleep(0.1)
-        left = [alive(rank) for rank in ranks]
-        agent.send_signal(signal.SIGCONT)
-        assert left == [pause == 2.0] * 2
-        time.sleep(1)
-    _, words = agent.communicate(timeout=60)
-    assert agent.returncode == 3, words
-    assert "has given no answer for 5 seconds" in words
-    assert "rank 0, or the agent of torchrun on the first machine, is stopped" in words
-    assert "Traceback" not in words
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_rank_is_started_again_by_torchrun(
     place: Workplace, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -222,36 +308,6 @@ def test_killed_rank_is_started_again_by_torchrun(
     monkeypatch.setenv("SECONDS_A_ROW", "0")
     place.succeeded("--no-report")
     assert_same_runs(place.folder / "out", place.folder / "two")
-
-
-AGENT = """
-import subprocess, sys, time
-print(subprocess.Popen(sys.argv[1:]).pid, flush=True)
-time.sleep(100)
-"""
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(300)
-def test_rank_ends_where_the_agent_is_killed_before_the_ranks_have_met(place: Workplace) -> None:
-    """It would wait for ten minutes for the store, which the agent of torchrun holds."""
-    group = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    elastic = {"TORCHELASTIC_RUN_ID": "a run", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    agent = subprocess.Popen(
-        [sys.executable, "-c", AGENT, *command(place)],
-        env={**os.environ, **group, **elastic},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert agent.stdout is not None
-    rank = int(agent.stdout.readline())
-    time.sleep(0.5)  # the rank knows its agent
-    agent.kill()
-    agent.wait()
-    end = time.monotonic() + 30
-    while alive(rank) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not alive(rank)
 
 
 def wait_for_ranks(launcher: subprocess.Popen[str], reached: Path) -> list[int]:

@@ -59,8 +59,8 @@ class Sequences(Samples):
         line = ((0, 0),)
         self.ragged = RaggedAxes((line, line, ()), (0.0, 0, 0), masked=True)
 
-    def read(self, start: int, stop: int) -> Block:
-        return joined([self.one(row) for row in range(start, stop)])
+    def take(self, rows: Any) -> Block:
+        return joined([self.one(int(row)) for row in rows])
 
     def one(self, row: int) -> Block:
         generator = torch.Generator().manual_seed(row)

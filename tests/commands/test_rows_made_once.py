@@ -111,7 +111,7 @@ def test_influence_and_index_make_each_row_once(workplace: Any, command: Callabl
 @pytest.mark.long
 def test_rows_without_room_are_made_again(workplace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     enough = analyze(config_of(workplace.folder, output=str(workplace.folder / "enough")), report=False)
-    monkeypatch.setattr(datasets, "_KEPT_BYTES", 20 * (4 * 4 + 8))
+    monkeypatch.setattr(datasets, "_KEPT_BYTES", 20 * 250)
     found = analyze(config_of(workplace.folder), report=False)
     assert Counter(CALLS.values())[1] >= 20
     assert max(CALLS.values()) > 1

@@ -93,7 +93,7 @@ class Rows(Samples):
         super().__init__(np.array(["row"]), None, "")
         self.names, self.block = names, Block(tuple(torch.as_tensor(x)[None] for x in inputs), None)
 
-    def read(self, start: int, stop: int) -> Block:
+    def take(self, rows: Any) -> Block:
         return self.block
 
     def input_names(self) -> list[str]:

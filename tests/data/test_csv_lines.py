@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.data.sources.formats import csv as lines
 from psgrad.data.sources.formats.csv import csv_lines
 
 CELLS = st.text(alphabet='ab,"\n é', max_size=6)
@@ -24,19 +23,16 @@ def test_csv_lines_quoted_line_ends(tmp_path: Path, end: str) -> None:
     assert csv_lines(file, [3, 0, 1, 2, 9]) == {0: 2, 1: 3, 2: 6, 3: 7}
 
 
-@pytest.mark.parametrize("block", [1, 3, 7, 1 << 20])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_csv_lines_blocks(tmp_path: Path, block: int, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_BLOCK", block)
+def test_csv_lines_blank_lines(tmp_path: Path, end: str) -> None:
     file = tmp_path / "data.csv"
     file.write_bytes("id,x\na,1\n\n\nb,2\nc,3".replace("\n", end).encode())
-    assert lines._is_plain(file)
     assert csv_lines(file, range(4)) == {0: 2, 1: 5, 2: 6}
 
 
-@given(rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=8), block=st.integers(1, 9))
+@given(rows=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=8))
 def test_csv_lines_random_files(
-    rows: list[tuple[str, str]], block: int, tmp_path_factory: pytest.TempPathFactory
+    rows: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = tmp_path_factory.mktemp("lines") / "data.csv"
     text, starts = "id,x\n", []
@@ -46,9 +42,7 @@ def test_csv_lines_random_files(
         csv.writer(line, lineterminator="\n").writerow(row)
         text += line.getvalue()
     file.write_bytes(text.encode())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "_BLOCK", block)
-        assert csv_lines(file, range(len(rows))) == dict(enumerate(starts))
+    assert csv_lines(file, range(len(rows))) == dict(enumerate(starts))
 
 
 def test_csv_lines_quote_inside_cell(tmp_path: Path) -> None:

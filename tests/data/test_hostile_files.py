@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from psgrad.config.data import DataConfig
+from psgrad.data.columns import ColumnRoles
 from psgrad.data.image_files import BrokenImage, content_of, folder_rows
-from psgrad.data.sources import file_checks
-from psgrad.data.sources.file_checks import Wanted
+from psgrad.data.sources import text_files
+from psgrad.data.sources.load import load_data
 from psgrad.data.sources.source import source_for
 from psgrad.errors import CheckpointError, ConfigError, DataError
 from psgrad.quality.findings import read_ignore_list
@@ -58,10 +59,8 @@ NEST = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 def test_json_nested_deeply_is_an_error_of_the_data(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
-    source = source_for(path)
-    for read in (source.header, lambda path: source.rows(path, Wanted(numbers=("a",)))):  # type: ignore[attr-defined]
-        with pytest.raises(DataError, match=r"x\.jsonl?.* is no JSON: .*nested too deeply"):
-            read(path)
+    with pytest.raises(DataError, match=r"x\.jsonl?.* is no JSON: .*nested too deeply"):
+        source_for(path).table(path, ColumnRoles(numbers=("a",)))
 
 
 @pytest.mark.parametrize("name", ["x.csv", "x.tsv"])
@@ -70,7 +69,7 @@ def test_csv_ids_keep_their_spelling(tmp_path: Path, name: str) -> None:
     ids = [" a", "a ", "a", " 7", "007", "\u00a0b"]
     path = tmp_path / name
     path.write_text("".join(f"{x}{mark}{y}\n" for x, y in [("n", "id"), *((" 1 ", each) for each in ids)]))
-    rows = source_for(path).rows(path, Wanted(numbers=("n",), ids=("id",)))  # type: ignore[attr-defined]
+    rows = source_for(path).table(path, ColumnRoles(numbers=("n",), ids=("id",)))
     assert rows.column("id").to_pylist() == ids
     assert rows.column("n").to_pylist() == [1] * len(ids)
 
@@ -78,24 +77,26 @@ def test_csv_ids_keep_their_spelling(tmp_path: Path, name: str) -> None:
 def test_csv_ids_of_blanks_are_missing(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("n,id\n1,  \n2,b\n")
-    rows = source_for(path).rows(path, Wanted(numbers=("n",), ids=("id",)))  # type: ignore[attr-defined]
-    assert rows.column("id").to_pylist() == [None, "b"]
+    rows = source_for(path).table(path, ColumnRoles(numbers=("n",), ids=("id",)))
+    assert rows.column("id").to_pylist() == ["  ", "b"]
+    with pytest.raises(DataError, match="the id in row 0 of 'id' is missing"):
+        load_data(DataConfig(path=Path("x.csv"), inputs="n", id="id"), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["x.csv.gz", "x.jsonl.gz", "x.txt.gz", "x.jsonl"])
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.txt.gz", "x.jsonl"])
 def test_line_that_is_too_long_is_refused_before_it_is_read(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_checks, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(text_files, "LONGEST_LINE", 1000)
     path = tmp_path / name
     content = b'{"text": "' + b"a" * 990 + b'"}\n'
     packed = gzip.compress if name.endswith(".gz") else bytes
     path.write_bytes(packed(content))
-    source, wanted = source_for(path), Wanted(texts=("text",))
+    source, wanted = source_for(path), ColumnRoles(texts=("text",))
     with pytest.raises(DataError, match=rf"line 1 of .*{name} has more than 1,000 characters"):
-        source.rows(path, wanted)  # type: ignore[attr-defined]
-    monkeypatch.setattr(file_checks, "LONGEST_LINE", len(content))
-    assert source.header(path).names
+        source.table(path, wanted)
+    monkeypatch.setattr(text_files, "LONGEST_LINE", len(content))
+    assert len(source.table(path, wanted)) == 1
 
 
 @pytest.fixture

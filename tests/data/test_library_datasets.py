@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from psgrad.config import DataConfig
-from psgrad.data.sources.load import SourceRows, load_data, open_rows
-from psgrad.data.sources.renumbered import numbered_as
+from psgrad.data.sources.library_datasets import numbered_as
+from psgrad.data.sources.load import load_data, open_rows
+from psgrad.data.sources.table_rows import TableRows
 from psgrad.errors import ConfigError, DataError, PsgradError
 
 datasets = pytest.importorskip("datasets")
@@ -33,7 +34,7 @@ def table(first: int = 0) -> Any:
     return datasets.Dataset.from_dict(rows, kinds)
 
 
-def opened(folder: Path, name: str, **options: Any) -> SourceRows:
+def opened(folder: Path, name: str, **options: Any) -> TableRows:
     return open_rows(DataConfig(dataset=name, text="text", target="label", **options), folder)
 
 

@@ -282,7 +282,7 @@ SQUAD = {"q": "who sat?", "c": "the cat sat on the mat"}
             {"t": "half an emoji \ud83d"},
             {"text": "t"},
             DataError,
-            "'t' holds half of a character in",
+            "'t' holds half of a character",
         ),
         (
             "multiple-choice",
@@ -352,9 +352,9 @@ def test_labels_class_names_stand_in_for_names_that_nobody_gave(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("label", "words"),
     [
-        ("finn", "'finn' in row 1 (ROWS, line 2), 1 of 2 rows, is no class; did you mean fine?"),
-        (3, "row 1 (ROWS, line 2) has the label 3\n  expected: a number from 0 to 2, or -100"),
-        (None, "row 1 (ROWS, line 2) has no label\n  expected: one of dull, fine, odd"),
+        ("finn", "'finn' in row 1 (ROWS, row 1), 1 of 2 rows, is no class; did you mean fine?"),
+        (3, "row 1 (ROWS, row 1) has the label 3\n  expected: a number from 0 to 2, or -100"),
+        (None, "row 1 (ROWS, row 1) has no label\n  expected: one of dull, fine, odd"),
     ],
 )
 def test_label_outside_the_head_is_refused_with_its_row(label: object, words: str, tmp_path: Path) -> None:

@@ -48,29 +48,13 @@ def test_digest_of_a_row_leaves_padding_out(tmp_path: Path) -> None:
     assert len(set(alone)) == 4
 
 
-def test_tokens_are_kept_with_a_run_and_not_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    first = made(tmp_path, kept=run / "parts").read(0, len(ROWS))
-    assert not (run / "parts").exists()  # the run has not begun
-    (run / "manifest.json").write_text("{}")
-    made(tmp_path, kept=run / "parts").read(0, len(ROWS))
-    assert len(list((run / "parts").glob("*/*.arrow"))) == 2
+def test_tokens_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = made(tmp_path)
+    first = samples.read(0, len(ROWS))
     monkeypatch.setattr(CausalLM, "encode", None)
-    again = made(tmp_path, kept=run / "parts").read(0, len(ROWS))
-    assert torch.equal(first.inputs[0], again.inputs[0])
+    assert torch.equal(first.inputs[0], samples.read(0, len(ROWS)).inputs[0])
     with pytest.raises(TypeError):
-        made(tmp_path, kept=run / "parts", max_length=40).read(0, 1)
-
-
-def test_kept_tokens_that_are_damaged_are_made_again(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text("{}")
-    first = made(tmp_path, kept=tmp_path / "parts").read(0, 3)
-    for file in (tmp_path / "parts").glob("*/*.arrow"):
-        file.write_bytes(file.read_bytes()[:100])
-    assert torch.equal(made(tmp_path, kept=tmp_path / "parts").read(0, 3).inputs[0], first.inputs[0])
+        made(tmp_path).read(0, 1)
 
 
 def test_fingerprint_covers_files_tokenizer_template_and_options(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_the_loss_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_source_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    register("sources", "npy", "NPY", block(PAGE, "NPY(ArraySource)"), tmp_path, monkeypatch)
+    register("sources", "npy", "NPY", block(PAGE, "NPY(Source)"), tmp_path, monkeypatch)
     rows = np.zeros(3, dtype=[("x", np.float32, (2,)), ("y", np.int64)])
     rows["x"], rows["y"] = np.arange(6).reshape(3, 2), [0, 1, 2]
     np.save(tmp_path / "rows.npy", rows)

@@ -117,18 +117,18 @@ def privacy_of(section: str, folder: Path) -> PrivacyConfig:
 def test_the_config_of_the_page_has_every_key(tmp_path: Path) -> None:
     privacy = privacy_of(blocks("yaml")[0], tmp_path)
     # of steps and expected_batch_size; and what not every sampler takes
-    alternatives = {"epochs", "batch_size"}
+    alternatives = {"epochs", "batch_size", "individual_every"}
     assert privacy.model_fields_set == set(PrivacyConfig.model_fields) - alternatives
 
 
 def test_each_alternative_of_the_page_is_a_config(tmp_path: Path) -> None:
     lines = blocks("yaml")[0].splitlines()
     alternatives = [index for index, line in enumerate(lines) if line.startswith("  # ")]
-    assert len(alternatives) == 6
+    assert len(alternatives) == 7
     for index in alternatives:
         name, other = lines[index].strip(" #").split(":")[0], lines[index].replace("# ", "", 1)
-        # A relation that was chosen for one sampler need not go with another.
-        kept = [line for line in lines if not re.match(rf"  (# |{name}:|relation:)", line)]
+        # A relation, or a table by moments, that was chosen for one sampler need not go with another.
+        kept = [line for line in lines if not re.match(rf"  (# |{name}:|relation:|individual_every:)", line)]
         assert getattr(privacy_of("\n".join([*kept, other]), tmp_path), name) is not None
 
 

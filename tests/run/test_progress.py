@@ -1,69 +1,44 @@
-"""Progress of passes over rows: of all processes together."""
+"""Progress of passes over rows."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
-from psgrad.engine.execution.ranks import OneProcess
 from psgrad.run import progress as run_progress
 from psgrad.run.progress import Clock, PassProgress
 from psgrad.run.results import Progress
 
 
-class Ranks(OneProcess):
-    """Each of the processes that count their rows together; they ask without a pause."""
-
-    def __init__(self, rows: Counter[str]) -> None:
-        self._rows = rows
-
-    def progress(self, name: str, rows: int) -> int:
-        self._rows[name] += rows
-        return self._rows[name]
-
-
-def test_progress_of_passes_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_passes_counts_the_rows_of_this_process_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter(range(1000))
     monkeypatch.setattr(run_progress.time, "perf_counter", lambda: float(next(seconds)))
     monkeypatch.setattr(run_progress, "_SECONDS_OF_SILENCE", 0.0)
-    rows, heard = Counter[str](), list[Progress]()
-    clocks = [Clock(), Clock()]
-    first, second = (PassProgress(clock, heard.append, Ranks(rows)) for clock in clocks)
-    with clocks[0]("fit"), clocks[1]("fit"):
-        for each, done in [
-            (first, 0),
-            (second, 0),
-            (first, 4),
-            (second, 3),
-            (second, 3),
-            (first, 0),
-            (first, 5),
-        ]:
-            each(done, 10)
-        second(2, 7)  # rows of the queries
-    with clocks[0]("scores"):
-        first(0, 10)
+    heard, clock = list[Progress](), Clock()
+    progress = PassProgress(clock, heard.append, 2)
+    with clock("fit"):
+        for done in (0, 2, 3, 0, 2):
+            progress(done, 10)
+        progress(1, 7)  # rows of the queries
+    with clock("scores"):
+        progress(0, 10)
     passes = [", ".join(each.detail.split(", ")[:2]) for each in heard]
     assert passes == [
         "pass 1, row 0 of 10",
-        "pass 1, row 0 of 10",
         "pass 1, row 4 of 10",
-        "pass 1, row 7 of 10",
         "pass 1, row 10 of 10",
         "pass 2, row 0 of 10",
-        "pass 2, row 5 of 10",
+        "pass 2, row 4 of 10",
         "pass 1, row 2 of 7",
         "pass 1, row 0 of 10",
     ]
-    assert [each.phase for each in heard] == ["fit"] * 8 + ["scores"]
+    assert [each.phase for each in heard] == ["fit"] * 6 + ["scores"]
 
 
 def test_progress_of_a_phase_that_counts_its_steps_has_a_total(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(run_progress.time, "perf_counter", lambda: now)
     heard, clock = list[Progress](), Clock()
-    progress = PassProgress(clock, heard.append, OneProcess())
+    progress = PassProgress(clock, heard.append, 1)
     with clock("check"):
         clock.count(3, 10)
         progress(0, 100)
@@ -83,7 +58,7 @@ def test_progress_of_passes_has_rows_per_second(monkeypatch: pytest.MonkeyPatch)
     now = 0.0
     monkeypatch.setattr(run_progress.time, "perf_counter", lambda: now)
     heard, clock = list[Progress](), Clock()
-    progress = PassProgress(clock, heard.append, OneProcess())
+    progress = PassProgress(clock, heard.append, 1)
     with clock("fit"):
         progress(0, 100)
         now = 4.0

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from psgrad.config import DataConfig
+from psgrad.data.columns import input_names, require_rows
+from psgrad.data.kept import KeptBytes
 from psgrad.data.rows import Array, Block, Samples, row_numbers, unique_ids, unit_ids
-from psgrad.data.sources.file_checks import input_names, require_rows
-from psgrad.data.sources.items import Item, Items, KeptItems, seed_by_row
-from psgrad.data.sources.streams import StreamedItems, is_library_stream
+from psgrad.data.sources.items import Item, Items, seed_by_row
 from psgrad.data.targets import Labels
 from psgrad.errors import DataError, PsgradError
-from psgrad.ragged import RaggedAxes
+from psgrad.ragged import RaggedAxes, padded_and_stacked
 from psgrad.random_state import restored
 from psgrad.user_code import call_factory, describe_failure
 
@@ -35,19 +35,16 @@ _LOOKED_AT = 32  # items, by which a dataset is known to have rows of unequal le
 
 
 def made_by_factory(config: DataConfig, base: Path) -> Any:
-    """The Dataset that the config's factory returns, of an iterable one its first items; the factory's file
-    is relative to `base`. Raises ConfigError and DataError.
+    """The Dataset that the config's factory returns; the factory's file is relative to `base`. Raises
+    ConfigError and DataError.
     """
     assert config.factory is not None
     dataset = call_factory(config.factory, base, config.kwargs, raises=DataError)
-    if is_library_stream(dataset):
-        return dataset
-    if isinstance(dataset, IterableDataset):
-        return StreamedItems(dataset, config.stream_rows, f"the dataset of {config.factory}")
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"the factory {config.factory} returned an object of type {type(dataset).__name__}",
-            expected="a map-style torch Dataset, with a length and items by number, or an iterable one",
+            expected="a map-style torch Dataset, with a length and items by number",
+            next_step="of a stream, return a list of its first rows: list(itertools.islice(stream, 10_000))",
         )
     return dataset
 
@@ -64,11 +61,12 @@ class DatasetSamples(Samples):
     ) -> None:
         self._dataset, self._config = dataset, config
         listed = None if unit is None else getattr(dataset, unit, None)
-        self._items = Items(dataset, config, unit if listed is None else None, labels or Labels())
+        self._labels = labels or Labels()
+        self._items = Items(dataset, config, unit if listed is None else None, self._labels)
         self._source = self._items.source
-        self._kept, self._anew = KeptItems(_room()), False
+        self._kept, self._anew = KeptBytes(_room()), False
         self._contents: dict[str, str] = {}
-        self._ahead: tuple[int, Iterator[Item | PsgradError]] | None = None
+        self._ahead: tuple[int, Iterator[Item | PsgradError]] = -1, iter(())
         self._count = count = len(self._items)
         require_rows(count, self._source)
         with restored():
@@ -78,9 +76,7 @@ class DatasetSamples(Samples):
         super().__init__(None, None, self._digest(count, units), units)
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None
-        made = dataset.stream if isinstance(dataset, StreamedItems) else dataset
-        self.notes = dataset.notes if isinstance(dataset, StreamedItems) else ()
-        self.sources, self.code = tuple(each.__module__ for each in type(made).__mro__), (made,)
+        self.sources, self.code = tuple(each.__module__ for each in type(dataset).__mro__), (dataset,)
 
     @cached_property
     def ids(self) -> Array:  # type: ignore[override]  # made when asked for: items may have to be read
@@ -93,17 +89,17 @@ class DatasetSamples(Samples):
     def __len__(self) -> int:
         return self._count
 
-    def read(self, start: int, stop: int) -> Block:
-        return self._stacked(range(start, stop), self._in_order(start, stop))
-
     def take(self, rows: Array) -> Block:
         numbers = self._existing(rows).tolist()
+        start, stop = numbers[0], numbers[-1] + 1
+        if self._config.workers and not self._anew and numbers == list(range(start, stop)):
+            return self._stacked(numbers, self._in_order(start, stop))
         distinct = {row: self._item(row) for row in dict.fromkeys(numbers)}
         return self._stacked(numbers, [distinct[row] for row in numbers])
 
     def anew(self) -> Samples:
         found = copy.copy(self)
-        found._kept, found._anew, found.reading = KeptItems(0), True, threading.Lock()
+        found._kept, found._anew, found.reading = KeptBytes(0), True, threading.Lock()
         return found
 
     def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -112,7 +108,7 @@ class DatasetSamples(Samples):
         with restored():
             for done, (row, found) in enumerate(zip(rows, self._made_of(rows, seeded=True), strict=True), 1):
                 if isinstance(found, Item):
-                    self._kept.put(row, found)
+                    self._keep(row, found)
                 yield done, len(rows)
 
     def content(self, count: int | None = None) -> str:
@@ -138,7 +134,7 @@ class DatasetSamples(Samples):
                 for row, found in zip(rows, self._made_of(rows, seeded=True), strict=True):
                     _add(digest, row, found)
                     if isinstance(found, Item):
-                        self._kept.put(row, found)
+                        self._keep(row, found)
             self._contents[asked] = digest.hexdigest()
         return self._contents[asked]
 
@@ -174,10 +170,17 @@ class DatasetSamples(Samples):
 
     def _looked_at(self, row: int) -> Item:
         """An item that draws by its row, and is kept."""
-        found = self._kept.get(row)
-        if found is None:
-            seed_by_row(row)
-            found = self._kept.put(row, self._items(row))
+        kept = self._kept.get(row)
+        if kept is not None:
+            return Item.of_content(kept)
+        seed_by_row(row)
+        return self._keep(row, self._items(row))
+
+    def _keep(self, row: int, found: Item | PsgradError) -> Item:
+        """An item, which is kept where there is room for it. Raises what came in its place."""
+        if isinstance(found, PsgradError):
+            raise found
+        self._kept.put(row, found.content())
         return found
 
     def _item(self, row: int) -> Item:
@@ -187,19 +190,13 @@ class DatasetSamples(Samples):
             return self._looked_at(row)
 
     def _in_order(self, start: int, stop: int) -> list[Item]:
-        """The items of these rows: kept ones, those of workers that read ahead, or made now."""
-        if not self._config.workers:
-            return [self._item(row) for row in range(start, stop)]
-        if self._ahead is None or self._ahead[0] != start:
-            self._ahead = start, iter(self._made_of(range(start, len(self)), seeded=not self._anew))
-        found = []
-        for row in range(start, stop):
-            each = next(self._ahead[1])
-            self._ahead = row + 1, self._ahead[1]
-            if not isinstance(each, Item):
-                self._ahead = None
-                raise each
-            found.append(self._kept.put(row, each))
+        """The items of these rows, of workers that read on from there."""
+        first, ahead = self._ahead
+        if first != start:
+            ahead = self._made_of(range(start, len(self)), seeded=True)
+        self._ahead = -1, iter(())  # until all of them are there
+        found = [self._keep(row, next(ahead)) for row in range(start, stop)]
+        self._ahead = stop, ahead
         return found
 
     def _made_of(self, rows: Sequence[int], *, seeded: bool = False) -> Iterator[Item | PsgradError]:
@@ -216,7 +213,7 @@ class DatasetSamples(Samples):
         )
         made = iter(loader)
         for row, known in zip(rows, kept, strict=True):
-            yield (self._kept.get(row) or _made(self._items, row, seeded)) if known else next(made)
+            yield self._looked_at(row) if known else next(made)
 
     def _stacked(self, rows: Sequence[int], items: Sequence[Item]) -> Block:
         for row, item in zip(rows, items, strict=True):
@@ -225,8 +222,8 @@ class DatasetSamples(Samples):
         if self.ragged is None:
             tensors, lengths = [torch.stack(column) for column in columns], None
         else:
-            padding = (*self.ragged.padding[: len(columns)],)
-            tensors = [_padded(column, value) for column, value in zip(columns, padding, strict=True)]
+            padding = self.ragged.padding
+            tensors = [padded_and_stacked(x, value) for x, value in zip(columns, padding, strict=False)]
             lengths = torch.tensor([self._lengths_of(item) for item in items])
         target = tensors.pop() if self._first.has_target else None
         return Block(tuple(tensors), target, lengths, self.ragged)
@@ -267,7 +264,7 @@ class DatasetSamples(Samples):
             tuple((axis, number) for (where, axis), number in column.items() if where == place)
             for place in range(inputs + 1)
         )
-        return RaggedAxes(axes, (*[0] * inputs, self._items.target_padding), masked=False)
+        return RaggedAxes(axes, (*[0] * inputs, self._labels.padding), masked=False)
 
     def _units(self, unit: str, listed: Any) -> Array:
         """Whom each row belongs to: the dataset's own list, or what its items hold."""
@@ -331,14 +328,3 @@ def _add(digest: Any, row: int, found: Item | PsgradError) -> None:
     for tensor in found.tensors:
         digest.update(f"{row} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.contiguous().numpy().data)
-
-
-def _padded(tensors: Sequence[Tensor], value: float) -> Tensor:
-    """Tensors stacked, padded with `value` to the longest along each axis."""
-    if len({x.shape for x in tensors}) == 1:
-        return torch.stack(list(tensors))
-    longest = map(max, zip(*(x.shape for x in tensors), strict=True))
-    whole = tensors[0].new_full((len(tensors), *longest), value)
-    for place, x in enumerate(tensors):
-        whole[place][tuple(slice(size) for size in x.shape)] = x
-    return whole

@@ -4,19 +4,19 @@ draw from the global generators follows from their row, and nothing else moves o
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from psgrad.config import DataConfig
+from psgrad.data.columns import input_names, length_inputs, require_columns, target_names
 from psgrad.data.rows import Array, checked_weights, stacked, to_tensor
-from psgrad.data.sources.file_checks import input_names, length_inputs, require_columns, target_names
-from psgrad.data.sources.source_rows import temporary_file
 from psgrad.data.targets import Labels
 from psgrad.errors import ConfigError, DataError
 from psgrad.user_code import describe_failure
@@ -42,52 +42,16 @@ class Item:
         """The shape of each tensor."""
         return [list(x.shape) for x in self.tensors]
 
+    def content(self) -> bytes:
+        """This item for `of_content`."""
+        arrays = tuple(x.contiguous().numpy() for x in self.tensors)
+        return pickle.dumps((arrays, self.has_target, self.id, self.unit), pickle.HIGHEST_PROTOCOL)
 
-class KeptItems:
-    """Items in a temporary file, so that each is made once, however often it is asked for.
-
-    Args:
-        room: the largest size of the file, in bytes; items for which there is no room are not kept.
-    """
-
-    def __init__(self, room: int) -> None:
-        self._room, self._end = room, 0
-        self._file: IO[bytes] | None = None
-        self._places: dict[int, tuple[int, Item]] = {}
-
-    def __contains__(self, row: int) -> bool:
-        return row in self._places
-
-    def put(self, row: int, item: Item) -> Item:
-        """The item, which is kept where there is room for it."""
-        content = b"".join(x.contiguous().numpy().tobytes() for x in item.tensors)
-        if row in self._places or self._end + len(content) > self._room:
-            return item
-        try:
-            if self._file is None:
-                self._file = temporary_file(self)
-            self._file.seek(self._end)
-            self._file.write(content)
-            self._file.flush()
-        except OSError:  # no room on the disk, whatever was free before
-            self._room = 0
-            return item
-        self._places[row] = self._end, replace(item, tensors=tuple(x.to("meta") for x in item.tensors))
-        self._end += len(content)
-        return item
-
-    def get(self, row: int) -> Item | None:
-        """The item of this row; None where it is not kept."""
-        if row not in self._places or self._file is None:
-            return None
-        place, item = self._places[row]
-        self._file.seek(place)
-        tensors = []
-        for x in item.tensors:
-            whole = torch.empty(x.shape, dtype=x.dtype)
-            self._file.readinto(whole.numpy().reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
-            tensors.append(whole)
-        return replace(item, tensors=tuple(tensors))
+    @classmethod
+    def of_content(cls, content: bytes) -> Item:
+        """The item that `content` was made of, by this process."""
+        arrays, *others = pickle.loads(content)
+        return cls(tuple(map(torch.from_numpy, arrays)), *others)
 
 
 class Items:
@@ -101,11 +65,6 @@ class Items:
         self._dataset, self._config, self._unit, self._labels = dataset, config, unit, labels
         self._lengths = length_inputs(config)
         self.source = f"the dataset of {config.factory}"
-
-    @property
-    def target_padding(self) -> int:
-        """See `Labels.padding`."""
-        return self._labels.padding
 
     def __len__(self) -> int:
         try:

@@ -4,44 +4,46 @@ returns. The library is imported where a config asks for it. No torch.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from psgrad.config import DataConfig, did_you_mean
-from psgrad.data.sources.arrow_columns import errors_of_damage
-from psgrad.data.sources.file_checks import Wanted, require_columns
-from psgrad.data.sources.source_rows import Array, SourceRows
+from psgrad.data.columns import ColumnRoles, require_columns
+from psgrad.data.sources.arrow_types import errors_of_damage
+from psgrad.data.sources.table_rows import TableRows, content_sha256, mapped
 from psgrad.errors import ConfigError, DataError
 from psgrad.models.hub import is_hub_id, library
-from psgrad.wording import first_line
+from psgrad.wording import first_line, first_of
+
+_ROWS_PER_PART = 1024
+_SHOWN = 20
 
 
-class LibraryRows(SourceRows):
-    """The named columns of a `datasets.Dataset`, mapped into memory.
-
-    Args:
-        dataset: without a transform of its own.
-        named: the dataset in words.
+def library_rows(dataset: Any, columns: Sequence[str], named: str) -> TableRows:
+    """The named columns of a `datasets.Dataset` without a transform of its own, mapped from its files; where
+    its rows are chosen by number, a copy. named: the dataset in words.
     """
-
-    def __init__(self, dataset: Any, columns: Sequence[str], named: str) -> None:
-        require_columns(columns, dataset.column_names, named)
-        self._dataset = dataset.select_columns(list(columns)).with_format("arrow")
-        super().__init__(dataset.features.arrow_schema.empty_table().select(columns).schema, len(dataset), [])
-        self.source = named
-        self.class_names = class_names_of(dataset.features, columns)
-
-    def read(self, start: int, stop: int) -> pa.Table:
-        return self._dataset[start:stop].cast(self.schema)
-
-    def _take_rising(self, rows: Array) -> pa.Table:
-        return self._dataset[rows.tolist()].cast(self.schema)
+    require_columns(columns, dataset.column_names, named)
+    selected = dataset.select_columns(list(columns))
+    if getattr(selected, "_indices", selected) is None:
+        table = selected.data.table.select(list(columns)).replace_schema_metadata(None)
+    else:
+        schema = pa.schema(
+            [(name, kind.type) for name in columns for kind in [selected.features.arrow_schema.field(name)]]
+        )
+        parts = selected.with_format("arrow").iter(_ROWS_PER_PART)
+        table = mapped(schema, (batch for part in parts for batch in part.to_batches()))
+    return TableRows(
+        table, named, content_sha256(table), class_names=class_names_of(dataset.features, columns)
+    )
 
 
 def class_names_of(features: Mapping[str, Any], columns: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -51,9 +53,46 @@ def class_names_of(features: Mapping[str, Any], columns: Sequence[str]) -> dict[
     return {name: tuple(names) for name, each in labels.items() if (names := getattr(each, "names", None))}
 
 
+def numbered_as(rows: TableRows, column: str, names: Sequence[str] | None) -> TableRows:
+    """The rows with the labels of a column numbered as in `names`, where the dataset has names for them and
+    these are in another order. Numbers without names, and names that are not known, change nothing.
+
+    Raises DataError where some names are known at another place, and others are not known.
+    """
+    declared = rows.class_names.get(column)
+    if declared is None or names is None:
+        return rows
+    moved = [name for place, name in enumerate(declared) if name in names and names.index(name) != place]
+    if not moved:
+        return rows
+    unknown = [name for name in declared if name not in names]
+    if unknown:
+        raise DataError(
+            f"the labels {column!r} of {rows.source} have {moved[0]!r} as class {declared.index(moved[0])},"
+            f" which is class {names.index(moved[0])} of the model, and {unknown[0]!r}, which is no class",
+            expected=f"names out of {first_of(names, _SHOWN)}",
+        )
+    numbers = [names.index(name) for name in declared]
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [changed(each) for each in value]
+        return numbers[value] if value is not None and 0 <= value < len(numbers) else value
+
+    place, field = rows.schema.get_field_index(column), rows.schema.field(column)
+    chunks = [pa.array(changed(chunk.to_pylist()), field.type) for chunk in rows.table.column(column).chunks]
+    return replace(
+        rows,
+        table=rows.table.set_column(place, field, pa.chunked_array(chunks, field.type)),
+        fingerprint=hashlib.sha256(f"{rows.fingerprint} {numbers}".encode()).hexdigest(),
+        class_names={**rows.class_names, column: tuple(names)},
+        notes=(*rows.notes, f"{column}: labels by their names, as the classes are known"),
+    )
+
+
 def library_hashes(config: DataConfig, dataset: Any) -> list[str]:
     """The note for manifest.json on a dataset of the library: the SHA-256 of the columns that are named."""
-    return [LibraryRows(dataset, Wanted.of(config).columns, str(config.dataset)).fingerprint]
+    return [library_rows(dataset, ColumnRoles.of(config).columns, str(config.dataset)).fingerprint]
 
 
 def is_library_dataset(value: object) -> bool:
@@ -63,8 +102,7 @@ def is_library_dataset(value: object) -> bool:
 
 
 def library_dataset(config: DataConfig, base: Path, allow_download: bool = False) -> Any:
-    """The `datasets.Dataset` that data.dataset, data.config and data.split name; with data.streaming its
-    `IterableDataset`.
+    """The `datasets.Dataset` that data.dataset, data.config and data.split name.
 
     Raises ConfigError for a folder, an id or a split that is not there, DataError for a damaged one,
     ModelError where the library is not installed.
@@ -72,8 +110,6 @@ def library_dataset(config: DataConfig, base: Path, allow_download: bool = False
     assert config.dataset is not None
     library("datasets")
     folder = base / config.dataset
-    if config.streaming:
-        return _streamed(config, folder, allow_download)
     if folder.is_dir():
         if config.config is not None:
             raise ConfigError(f"data.config belongs to a hub id, and data.dataset is the folder {folder}")
@@ -90,7 +126,7 @@ def library_dataset(config: DataConfig, base: Path, allow_download: bool = False
     return _of_cache(config, allow_download)
 
 
-def library_splits(folder: Path) -> list[str] | None:
+def _splits(folder: Path) -> list[str] | None:
     """The splits of a folder of save_to_disk; None for one without splits. Raises ConfigError."""
     if (folder / "dataset_dict.json").is_file():
         return [str(name) for name in json.loads((folder / "dataset_dict.json").read_bytes())["splits"]]
@@ -106,7 +142,7 @@ def library_splits(folder: Path) -> list[str] | None:
 
 def _of_folder(folder: Path, split: str | None) -> Any:
     datasets = library("datasets")
-    names = library_splits(folder)
+    names = _splits(folder)
     if names is None:
         whole = datasets.load_from_disk(str(folder))
         name = str(whole.split or "train")
@@ -148,28 +184,6 @@ def _of_cache(config: DataConfig, allow_download: bool) -> Any:
         ) from error
 
 
-def _streamed(config: DataConfig, folder: Path, allow_download: bool) -> Any:
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        raise ConfigError(
-            f"data.streaming: {folder} is a folder of save_to_disk, which is mapped into memory",
-            expected="a hub id, or a folder of data files as the hub has them",
-            next_step="leave streaming out, and name a part in data.split, such as train[:1000]",
-        )
-    if config.split is not None and "[" in config.split:
-        raise ConfigError(
-            f"data.split: {config.split!r} is a part of a split, and a stream is read from its beginning",
-            expected="the name of a split; data.stream_rows says how many rows are read",
-        )
-    named = str(folder) if folder.is_dir() else str(config.dataset)
-    try:
-        return _loaded(named, config, allow_download)
-    except _Unloadable as error:
-        raise ConfigError(
-            f"data.dataset: {named} can't be streamed: {error}",
-            expected="a folder of data files, or a hub id with allow_download: true",
-        ) from error
-
-
 class _Unloadable(Exception):
     """The first line of the library's error for a dataset that it can't load."""
 
@@ -178,9 +192,7 @@ def _loaded(name: str, config: DataConfig, allow_download: bool) -> Any:
     """The split that the config names, or the only one. Raises ConfigError where there are several."""
     try:
         with _offline(not allow_download):
-            found = library("datasets").load_dataset(
-                name, config.config, split=config.split, streaming=config.streaming
-            )
+            found = library("datasets").load_dataset(name, config.config, split=config.split)
     except Exception as error:  # of datasets, huggingface_hub, fsspec and the network
         raise _Unloadable(first_line(error)) from error
     if isinstance(found, Mapping) and len(found) > 1:

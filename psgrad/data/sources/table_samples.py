@@ -4,8 +4,7 @@ unequal length are padded, their lengths are kept.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,29 +15,31 @@ import torch
 from torch import Tensor
 
 from psgrad.config import DataConfig
+from psgrad.data.columns import input_names, length_inputs, require_rows, target_names
 from psgrad.data.rows import Block, Samples, checked_weights, ids_and_units, stacked, to_tensor
-from psgrad.data.sources.arrow_columns import is_list, is_text, plain, plain_type, require_numbers
-from psgrad.data.sources.file_checks import input_names, length_inputs, require_rows, target_names
-from psgrad.data.sources.source_rows import Array, SourceRows, pieces_of
+from psgrad.data.sources.arrow_types import is_list, is_text, require_numbers
+from psgrad.data.sources.table_rows import Array, TableRows
 from psgrad.data.targets import Labels
 from psgrad.errors import ConfigError, DataError
 from psgrad.ragged import RaggedAxes
-from psgrad.run.host_files import arrays_made_once, in_pieces, is_divided
 
 RowName = Callable[[int], str]
 _ROWS_PER_PART = 8192
 
 
-def numbers(column: pa.ChunkedArray | pa.Array, name: str, row_name: RowName, fill: float = 0) -> Array:
+def numbers(array: pa.Array, name: str, row_name: RowName, fill: float = 0) -> Array:
     """[n, ...] of a column of numbers or of (lists of) lists of them, padded with `fill` to the longest.
 
     An empty cell is NaN among fractions, so that its row is reported as nonfinite, and an error among whole
     numbers and lists, which have no NaN. `row_name` names the row of a place in messages.
     """
-    array = plain(column)
     _require_cells(array, name, row_name)
     if not is_list(array.type):
         return np.asarray(array.to_numpy(zero_copy_only=False))
+    if pa.types.is_fixed_size_list(array.type):
+        size = array.type.list_size
+        inner = numbers(array.flatten(), name, lambda place: row_name(place // max(size, 1)), fill)
+        return inner.reshape(len(array), size, *inner.shape[1:])
     lengths = _lengths(array)
     values = array.flatten()
     inner = numbers(values, name, _name_by_value(lengths, row_name), fill)
@@ -52,63 +53,25 @@ def numbers(column: pa.ChunkedArray | pa.Array, name: str, row_name: RowName, fi
     return padded
 
 
-def axis_lengths(rows: SourceRows, names: Sequence[str]) -> dict[str, Array]:
-    """name -> [n, depth] int64: the length of each axis of each row, of columns of lists; all rows are read,
-    by all processes of a run together.
+def axis_lengths(rows: TableRows, name: str) -> Array:
+    """[n, depth] int64: the length of each axis of each row of a column of lists; all rows are read.
 
     Raises DataError for a row that is missing, whose lists differ in length among themselves, or that is
     empty where others are not.
     """
-    if not names:
-        return {}
-    known = all(_is_fixed(rows.schema.field(name).type) for name in names)
-    of, parts = f"lengths of {list(names)} in {rows.fingerprint}", pieces_of(rows, _ROWS_PER_PART)
-
-    def look() -> Iterator[dict[str, Array]]:
-        if known or not is_divided():
-            return (_axis_lengths(rows, names, part) for part in ([range(1)] if known else parts))
-        made = in_pieces(of, len(parts), lambda k: _saved(_axis_lengths(rows, names, parts[k])))
-        return map(_loaded, made)
-
-    look()  # this process's share, where work is divided
-    lengths = arrays_made_once(of, lambda: _checked(rows, look()))
-    return {name: np.broadcast_to(each, (rows.count, each.shape[1])) for name, each in lengths.items()}
-
-
-def _axis_lengths(rows: SourceRows, names: Sequence[str], part: range) -> dict[str, Array]:
-    """name -> [rows of the part, depth]."""
-    found: dict[str, list[Array]] = {name: [] for name in names}
-    for start in range(part.start, part.stop, _ROWS_PER_PART):
-        table = rows.read(start, min(start + _ROWS_PER_PART, part.stop))
-        for name in names:
-            array = plain(table.column(name))
-            found[name].append(_shapes(array, name, partial(_name_from, rows, start)))
-    return {name: np.concatenate(each) for name, each in found.items()}
-
-
-def _checked(rows: SourceRows, parts: Iterable[dict[str, Array]]) -> dict[str, Array]:
-    """The parts one after another. Raises DataError for a row that is empty where others are not."""
-    every = list(parts)
-    lengths = {name: np.concatenate([part[name] for part in every]) for name in every[0]}
-    for name, each in lengths.items():
-        if (empty := (each == 0).any(axis=1)).any() and not (each == 0).any(axis=1).all():
-            raise DataError(
-                f"{rows.row_name(int(np.argmax(empty)))} of the column {name!r} is an empty list",
-                expected="at least one value in each row",
-            )
-    return lengths
-
-
-def _saved(arrays: dict[str, Array]) -> bytes:
-    """Compressed: rows of one length are most of them."""
-    found = io.BytesIO()
-    np.savez_compressed(found, **arrays)  # type: ignore[arg-type]
-    return found.getvalue()
-
-
-def _loaded(content: bytes) -> dict[str, Array]:
-    with np.load(io.BytesIO(content), allow_pickle=False) as found:
-        return dict(found)
+    count = 1 if _is_fixed(rows.schema.field(name).type) else rows.count
+    found = []
+    for start in range(0, count, _ROWS_PER_PART):
+        part = rows.read(start, min(start + _ROWS_PER_PART, count)).column(name).combine_chunks()
+        found.append(_shapes(part, name, partial(_name_from, rows, start)))
+    lengths = np.concatenate(found)
+    empty = (lengths == 0).any(axis=1)
+    if empty.any() and not empty.all():
+        raise DataError(
+            f"{rows.row_name(int(np.argmax(empty)))} of the column {name!r} is an empty list",
+            expected="at least one value in each row",
+        )
+    return np.broadcast_to(lengths, (rows.count, lengths.shape[1]))
 
 
 def _shapes(array: pa.Array, name: str, row_name: RowName) -> Array:
@@ -154,7 +117,7 @@ def _name_by_value(lengths: Array, row_name: RowName) -> RowName:
     return lambda place: row_name(int(np.searchsorted(np.cumsum(lengths), place, side="right")))
 
 
-def _name_from(rows: SourceRows, first: int, place: int) -> str:
+def _name_from(rows: TableRows, first: int, place: int) -> str:
     return rows.row_name(first + place)
 
 
@@ -182,32 +145,28 @@ class TableSamples(Samples):
     """
 
     def __init__(
-        self, rows: SourceRows, config: DataConfig, unit: str | None = None, labels: Labels | None = None
+        self, rows: TableRows, config: DataConfig, unit: str | None = None, labels: Labels | None = None
     ) -> None:
         require_rows(rows.count, rows.source)
         self._rows, self._labels = rows, Labels() if labels is None else labels
         self._names = input_names(config)
         self._layout = self._laid_out(config)
         self._weight = config.weight
-        self._lengths = axis_lengths(rows, [name for name in self._columns() if self._is_list(name)])
-        ids, units = ids_and_units(
-            config, unit, rows.count, lambda name: plain(rows.column(name)).to_pandas()
-        )
+        self.notes, self.stamps = rows.notes, rows.stamps
+        self._lengths = {name: axis_lengths(rows, name) for name in self._columns() if self._is_list(name)}
+        ids, units = ids_and_units(config, unit, rows.count, lambda name: rows.column(name).to_pandas())
         super().__init__(ids, self._scalar_targets(), rows.fingerprint, units)
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None
         self.ragged, self._row_lengths = self._ragged()
         self.read(0, 1)  # a column of the wrong type is an error now, and not in the middle of the run
 
-    def read(self, start: int, stop: int) -> Block:
-        return self._block(self._rows.read(start, stop), np.arange(start, stop))
-
     def take(self, rows: Array) -> Block:
         rows = self._existing(rows)
         return self._block(self._rows.take(rows), rows)
 
     def row_name(self, row: int) -> str:
-        return self._rows.row_name(row, line=True)
+        return self._rows.row_name(row)
 
     def input_names(self) -> list[str]:
         return list(self._names)
@@ -232,12 +191,12 @@ class TableSamples(Samples):
                 raise DataError(f"length_of: {name!r} is of type {kind}", expected="a column of lists")
         for name in targets:
             kind = schema.field(name).type
-            if len(targets) > 1 or not is_text(plain_type(kind)):
+            if len(targets) > 1 or not is_text(kind):
                 require_numbers(name, kind)
             if len(targets) > 1 and is_list(kind):
                 raise DataError(f"data.target: {name!r} holds lists", expected="one number a row in each")
         lists = [name for name in names if is_list(schema.field(name).type) or not self._is_number(name)]
-        stack = not lists if config.stack is None else config.stack
+        stack = self._rows.stacks and not lists if config.stack is None else config.stack
         if not isinstance(config.inputs, list) or not stack:
             return _Layout(tuple((name,) for name in names), False, lengths, tuple(targets))
         if lists and len(lists) < len(names):
@@ -260,15 +219,15 @@ class TableSamples(Samples):
             return None
         (name,) = self._layout.target
         column, kind = self._rows.column(name), self._rows.schema.field(name).type
-        if is_text(plain_type(kind)):
-            values = np.array(plain(column).to_pylist(), dtype=object)
+        if is_text(kind):
+            values = np.array(column.to_pylist(), dtype=object)
         else:
             values = numbers(column, name, self._rows.row_name)
         encoded = self._labels.encoded(values, name, self.row_name)
         declared = self._rows.class_names.get(name)
         self.class_names = encoded.class_names or self._labels.names or declared
         self.names_found = encoded.found or ("declared" if declared and self._labels.names is None else "")
-        self.notes = (encoded.note,) if encoded.note else ()
+        self.notes = (*((encoded.note,) if encoded.note else ()), *self.notes)
         return to_tensor(encoded.values, name).numpy()
 
     def _ragged(self) -> tuple[RaggedAxes | None, Tensor | None]:
@@ -323,4 +282,8 @@ class TableSamples(Samples):
 
 
 def _tensors(table: pa.Table, names: Sequence[str], row_name: RowName, fill: float = 0) -> list[Tensor]:
-    return [to_tensor(numbers(table.column(name), name, row_name, fill), name) for name in names]
+    columns = (table.column(name).combine_chunks() for name in names)
+    return [
+        to_tensor(numbers(column, name, row_name, fill), name)
+        for name, column in zip(names, columns, strict=True)
+    ]

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from psgrad.config import DataConfig
 from psgrad.data.loss import IGNORED
-from psgrad.data.sources.arrow_columns import is_list
+from psgrad.data.sources.arrow_types import is_list
 from psgrad.data.tasks.task import (
     TARGET,
     Array,

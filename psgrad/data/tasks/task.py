@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from psgrad.config import DataConfig
 from psgrad.data.loss import IGNORED
-from psgrad.data.sources.arrow_columns import is_list, plain_type
+from psgrad.data.sources.arrow_types import is_list, is_text
 from psgrad.data.tokenizer import Encoding, Tokenizer
 from psgrad.errors import ConfigError, DataError
 from psgrad.models.pretrained import Pretrained
@@ -151,12 +151,6 @@ class TextTask(ABC):
         """The values of `input_fields`."""
         values = {"input_ids": row.ids, "attention_mask": [1] * len(row.ids), "token_type_ids": row.types}
         return tuple(np.asarray(values[name], np.int64) for name in self.tokenizer.inputs)
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Whether a column holds texts."""
-    value = plain_type(kind)
-    return bool(pa.types.is_string(value) or pa.types.is_large_string(value))
 
 
 def is_texts(kind: pa.DataType) -> bool:

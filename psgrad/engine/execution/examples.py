@@ -217,13 +217,11 @@ class Examples:
 
     def free_bytes(self) -> int:
         """Bytes that are free on the device: on all processes as many as on the first one."""
-        name = self.processes.step("free memory")
-        return self.processes.agreed(name, lambda: [free_memory(self.device)])[0]
+        return self.processes.agreed("free memory", lambda: [free_memory(self.device)])[0]
 
     def seconds(self) -> float:
         """A clock that shows the same on all processes."""
-        name = self.processes.step("time")
-        return self.processes.agreed(name, lambda: [time.perf_counter_ns()])[0] / 1e9
+        return self.processes.agreed("time", lambda: [time.perf_counter_ns()])[0] / 1e9
 
     def everywhere(self, own: bool) -> bool:
         """Whether something is so on each process."""
@@ -287,8 +285,7 @@ class Examples:
         if stream not in self._sized:
             self._sized.append(stream)
             self.processes.together("a first chunk", lambda: stream.choose_chunk_size(self.count))
-            name = self.processes.step("chunk size")
-            stream.take_chunk_facts(self.processes.agreed(name, stream.chunk_facts))
+            stream.take_chunk_facts(self.processes.agreed("chunk size", stream.chunk_facts))
         return stream.chunk_size * each
 
     @cached_property
@@ -304,7 +301,7 @@ class Examples:
             for name, value in other.items():
                 sums[name] = sums[name] + value.to(sums[name].device)
 
-        found = self.processes.reduce(self.processes.step("a sum"), lambda: sums, add)
+        found = self.processes.reduce("a sum", lambda: sums, add)
         whole = [found[str(place)].to(leaf.device) for place, leaf in enumerate(leaves)]
         return tree_unflatten(whole, tree)  # type: ignore[no-any-return]
 

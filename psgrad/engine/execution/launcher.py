@@ -63,7 +63,6 @@ def launch(count: int, arguments: Sequence[str], cores: int) -> int:
             f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}",
             cause="too little memory for so many processes, or somebody ended it",
             next_step="run it again, with --resume where the command takes that; try fewer --processes",
-            rank=rank,
         ) from None
     except SignalException as ended:
         raise Signalled(ended.sigval) from None

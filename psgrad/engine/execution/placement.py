@@ -1,6 +1,6 @@
 """Where a model's weights are kept, and in which type.
 
-The place follows from their bytes, the memory and the ranks: each device, a group of ranks, or elsewhere.
+The place follows from their bytes and the memory: the device, or elsewhere.
 The type: parameters that are differentiated have the engine's, the others the one that they are stored in.
 A frozen weight in half precision stays so. Operators get it in the engine's type: each widens it for as long
 as it runs, and only the narrow one is kept for the backward pass. Widening is exact, so the numbers are those
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,52 +21,10 @@ from psgrad.engine.execution.weight_sources import InMemory, Quantised
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.transforms.private_torch import buffer_store, parameter_store
 
-Where = Literal["resident", "sharded", "offloaded"]
+Where = Literal["resident", "offloaded"]
 # Weights live on the device if they take at most the memory divided by this. Otherwise those that are moved
 # there for a chunk may take the same share of what is left for them and the chunk.
 SHARE = 2
-
-
-@dataclass(frozen=True)
-class WeightsPlan:
-    """Where the weights of a model live.
-
-    Attributes:
-        where: resident, sharded or offloaded.
-        held: bytes of weights on a device, at the most.
-        moved: bytes of weights that come to a device for a chunk.
-        group: ranks of which each keeps a part; 1 where none does.
-    """
-
-    where: Where
-    held: int
-    moved: int
-    group: int = 1
-
-
-def weights_plan(
-    weights: int, memory: int, ranks: int = 1, per_host: int = 1, largest: int = 0
-) -> WeightsPlan:
-    """Resident where the weights take at most half of the memory; else sharded over the smallest group that
-    has memory for the parts; else offloaded.
-
-    Args:
-        weights: bytes of all. largest: bytes of the largest one.
-        memory: bytes that are free for a rank.
-        ranks: of the run. per_host: of them on a host.
-
-    A pass with blocks that run again uses each weight forward and backward. Weights that are in memory at the
-    end of the forward pass are not moved again for the backward pass, nor those at its end for the next
-    forward pass.
-    """
-    if fit(weights, memory):
-        return WeightsPlan("resident", weights, 0)
-    group = smallest_group(weights, memory, ranks, per_host)
-    available = memory_for_others(memory // SHARE)
-    held = available if group is None else memory_for_parts(available, weights, largest, group)
-    return WeightsPlan(
-        "offloaded" if group is None else "sharded", held, 2 * max(0, weights - held), group or 1
-    )
 
 
 def fit(weights: int, memory: int) -> bool:
@@ -75,22 +32,9 @@ def fit(weights: int, memory: int) -> bool:
     return weights <= memory // SHARE
 
 
-def smallest_group(weights: int, memory: int, ranks: int, per_host: int) -> int | None:
-    """The smallest number of ranks, those of one host or all, that have memory for the parts of the weights;
-    None where all together have too little.
-    """
-    sizes = [per_host, ranks] if ranks % per_host == 0 else [ranks]
-    return next((each for each in sizes if each > 1 and fit(weights // each, memory)), None)
-
-
 def memory_for_others(memory: int) -> int:
     """Bytes on the device for weights that do not live there. memory: bytes for these weights and a chunk."""
     return memory // SHARE
-
-
-def memory_for_parts(available: int, weights: int, largest: int, group: int) -> int:
-    """The bytes of `available` for sharded weights: at most a rank's part, or the two largest weights."""
-    return min(available, max(weights // group, 2 * largest))
 
 
 _NARROW = (torch.float16, torch.bfloat16)

@@ -1,48 +1,33 @@
-"""The processes that share the rows of a dataset: one alone, or several ranks.
+"""The processes that share the rows of a dataset: one alone, the ranks of torch.distributed, or a part of a
+job array.
 
-A rank takes the next range of rows that no other has taken, so that a slow rank does not hold up the others.
-Ranges begin and end at multiples of the chunk size: the chunks, and so the numbers of a row, are those of one
-process. What is gathered over all rows is merged when all ranks have come to the end of a pass.
+Each takes its share of the rows in whole chunks, which begin at multiples of the chunk size: the chunks, and
+so the numbers of a row, are those of one process. What is gathered over all rows is merged at the end of a
+pass.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 
-from psgrad.errors import DataError, DistributedError
+from psgrad.errors import DataError
 
 _SHOWN = 5
 Arrays = dict[str, torch.Tensor]
 Result = TypeVar("Result")
-Answer = Callable[[torch.Tensor], torch.Tensor]
-"""The bytes (uint8) that answer a question: whole numbers [k], k at least 1, int64."""
-
-PROGRESS_EVERY = 0.5
-"""Seconds between two requests of a rank that add its finished rows to those of all."""
-
-# The rows that are left are divided by this multiple of the number of ranks: ranges become smaller towards
-# the end, so that ranks end at about the same time.
-_RANGES_LEFT = 2
-
-
-class Requests(Protocol):
-    """Questions to other processes, which answer at any time."""
-
-    def request(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
-        """Fill the tensors `into` (uint8, on the CPU) with the answers of these processes."""
 
 
 class Processes(Protocol):
-    """What a workflow needs of the processes that run it.
+    """What a command needs of the processes that run it. All ranks call the same methods in the same order;
+    `what` names a call, and a rank that makes another one raises DistributedError.
 
     Attributes:
         rank: 0, 1, ... size: how many there are. backend: what carries tensors between them; None for one
-            alone. leads: whether this one writes tables and reports. parts:
-            of how many parts the run is made, one after another or at the same time; None for a whole run.
+            alone. leads: whether this one writes tables and reports. parts: of how many parts the run is
+            made, one after another or at the same time; None for a whole run.
     """
 
     rank: int
@@ -54,71 +39,44 @@ class Processes(Protocol):
     def part_of(self, rank: int) -> str:
         """The name of a rank's part of what is stored; empty for a process alone."""
 
-    def own(self, every: Sequence[range]) -> list[range]:
-        """The ranges of `every` that these processes compute."""
-
-    def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
-        """The ranges that this process computes in the pass `name`, one after another, from the ranges
-        `every`, which are the same on each process. Ranges with a row of `first`, whose gradients it has in
-        memory, come before the others.
+    def my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
+        """This process's share of these chunks of the pass `name`, in order; those that follow each other in
+        one range.
         """
 
-    def agreed(self, name: str, numbers: Callable[[], list[int]]) -> list[int]:
+    def meet(self, what: str) -> None:
+        """Wait for all processes."""
+
+    def agreed(self, what: str, numbers: Callable[[], list[int]]) -> list[int]:
         """The whole numbers that rank 0 finds, on every rank."""
 
-    def progress(self, name: str, rows: int) -> int:
-        """Add `rows` finished rows; returns how many all processes had finished when this one last asked: at
-        most every PROGRESS_EVERY seconds.
+    def gathered(self, what: str, own: Arrays) -> list[Arrays]:
+        """The tensors of each process, on the CPU, in the order of their ranks."""
+
+    def texts(self, what: str, text: str) -> list[str]:
+        """The texts of all processes, in the order of their ranks."""
+
+    def broadcast(self, what: str, arrays: Arrays) -> Arrays:
+        """The tensors of rank 0, on the CPU of every rank; those of other ranks are ignored."""
+
+    def collect(
+        self, what: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
+    ) -> None:
+        """Add the tensors of all ranks to those of rank 0; the other ranks get nothing back.
+
+        state: what this process has by then. add: adds one tensor of another process, by its name.
         """
 
-    def meet(self, name: str) -> None:
-        """Wait for all processes. Raises DistributedError as soon as one has failed."""
-
-    def reduce(self, name: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
+    def reduce(self, what: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
         """What all processes have gathered, on each of them.
 
         state: returns what this process has gathered. merge: adds a state of another one to it.
         """
 
-    def broadcast(self, name: str, arrays: Arrays) -> Arrays:
-        """The tensors of rank 0, on the CPU of every rank; those of other ranks are ignored. It may be called
-        for the same name any number of times.
-        """
-
-    def collect(
-        self, name: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
-    ) -> None:
-        """Add the tensors of all ranks to those of rank 0; the other ranks get nothing back. It may be called
-        for the same name any number of times.
-
-        state: what this process has by then. add: adds one tensor of another process, by its name.
-        """
-
-    def texts(self, name: str, text: str) -> list[str]:
-        """The texts of all processes, in their order, on rank 0; none on the others."""
-
-    def requests(self, ranks: Sequence[int], answer: Answer) -> Requests:
-        """The way to ask the processes `ranks`, all of which call this with the same ranks; this one is among
-        them. answer: what this one answers, called in other threads until the run ends.
-        """
-
-    def hurry(self) -> None:
-        """Wait only a few seconds for ranks that may be dead, from now on: this process was asked to end."""
-
-    # For processes that all go through the same program, step by step.
-
-    def step(self, what: str) -> str:
-        """A name for the next thing that all processes do together. Raises DistributedError where another
-        process is about to do something else.
-        """
-
     def together(self, what: str, compute: Callable[[], Result]) -> Result:
         """What `compute` finds of this process's share, when all processes have theirs. Where it raises
-        PsgradError on one of them, each raises the same error. `compute` takes no step.
+        PsgradError on one of them, each raises the same error.
         """
-
-    def gathered(self, what: str, own: Arrays) -> list[Arrays]:
-        """The tensors of each process, on the CPU, in the order of their ranks."""
 
     def spent(self) -> tuple[float, float]:
         """Seconds that this process has computed in `together`, and that it has waited for others there."""
@@ -131,66 +89,40 @@ class OneProcess:
     backend: str | None = None
     parts: int | None = None
 
-    def __init__(self) -> None:
-        self._done = Counter[str]()
-
     def part_of(self, rank: int) -> str:
         return ""
 
-    def own(self, every: Sequence[range]) -> list[range]:
-        return list(every)
+    def my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
+        return joined(chunks)
 
-    def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
-        yield from every
+    def meet(self, what: str) -> None:
+        pass
 
-    def agreed(self, name: str, numbers: Callable[[], list[int]]) -> list[int]:
+    def agreed(self, what: str, numbers: Callable[[], list[int]]) -> list[int]:
         return numbers()
-
-    def progress(self, name: str, rows: int) -> int:
-        self._done[name] += rows
-        return self._done[name]
-
-    def meet(self, name: str) -> None:
-        pass
-
-    def reduce(self, name: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
-        return state()
-
-    def broadcast(self, name: str, arrays: Arrays) -> Arrays:
-        return arrays
-
-    def collect(
-        self, name: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
-    ) -> None:
-        pass
-
-    def texts(self, name: str, text: str) -> list[str]:
-        return [text]
-
-    def requests(self, ranks: Sequence[int], answer: Answer) -> Requests:
-        return _NobodyElse()
-
-    def hurry(self) -> None:
-        pass
-
-    def step(self, what: str) -> str:
-        return what
-
-    def together(self, what: str, compute: Callable[[], Result]) -> Result:
-        return compute()
 
     def gathered(self, what: str, own: Arrays) -> list[Arrays]:
         return [own]
 
+    def texts(self, what: str, text: str) -> list[str]:
+        return [text]
+
+    def broadcast(self, what: str, arrays: Arrays) -> Arrays:
+        return arrays
+
+    def collect(
+        self, what: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
+    ) -> None:
+        pass
+
+    def reduce(self, what: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
+        return state()
+
+    def together(self, what: str, compute: Callable[[], Result]) -> Result:
+        return compute()
+
     def spent(self) -> tuple[float, float]:
         return 0.0, 0.0
-
-
-class _NobodyElse:
-    """The requests of a process alone."""
-
-    def request(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
-        assert not questions, "there are no other processes"
 
 
 class RowPart(OneProcess):
@@ -203,7 +135,6 @@ class RowPart(OneProcess):
     leads = False
 
     def __init__(self, number: int, count: int, rows: range) -> None:
-        super().__init__()
         self.number, self.parts, self.rows = number, count, rows
 
     @classmethod
@@ -218,38 +149,47 @@ class RowPart(OneProcess):
     def part_of(self, rank: int) -> str:
         return f"part-{self.number:0{len(str(self.parts))}d}-of-{self.parts}"
 
-    def own(self, every: Sequence[range]) -> list[range]:
-        return [part for rows in every if (part := overlap(rows, self.rows))]
+    def my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
+        return joined([part for rows in chunks if (part := overlap(rows, self.rows))])
 
 
 class MergingParts(OneProcess):
     """A process that merges what the parts of a run have computed, and computes no row itself."""
 
     def __init__(self, count: int) -> None:
-        super().__init__()
         self.parts = count
 
-    def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
-        if every:
+    def my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
+        if todo := joined(chunks):
             raise DataError(
-                f"{sum(map(len, every)):,} rows of the pass {name} are missing:"
-                f" {', '.join(f'{rows.start:,} to {rows.stop - 1:,}' for rows in every[:_SHOWN])}"
-                + (f", and {len(every) - _SHOWN} more ranges" if len(every) > _SHOWN else ""),
+                f"{sum(map(len, todo)):,} rows of the pass {name} are missing:"
+                f" {', '.join(f'{rows.start:,} to {rows.stop - 1:,}' for rows in todo[:_SHOWN])}"
+                + (f", and {len(todo) - _SHOWN} more ranges" if len(todo) > _SHOWN else ""),
                 expected="all rows, each in one part",
                 cause="a part has not run, or has not come to its end",
                 next_step="run that part again; its finished rows are kept",
             )
-        yield from ()
+        return []
 
 
-def step_within(what: str) -> DistributedError:
-    """The error of a step that is taken within another one, where the ranks have different rows."""
-    return DistributedError(
-        f"a rank is about to share {what} while it computes its share of a pass",
-        expected="passes one after another, as all ranks make each of them together",
-        cause="a method or measure that goes over the rows in a query of a pass",
-        next_step="keep what the first pass gives, and go over the rows when it is done; or run one process",
-    )
+def in_chunks(todo: Sequence[range], chunk: int) -> list[range]:
+    """These rows in chunks, which begin at multiples of `chunk`."""
+    return [
+        range(max(rows.start, first), min(rows.stop, first + chunk))
+        for rows in todo
+        for first in range(rows.start // chunk * chunk, rows.stop, chunk)
+    ]
+
+
+def joined(chunks: Sequence[range]) -> list[range]:
+    """The same rows, with those that follow each other in one range."""
+    result = list[range]()
+    for rows in chunks:
+        if result and result[-1].stop == rows.start:
+            result[-1] = range(result[-1].start, rows.stop)
+        else:
+            result.append(rows)
+    return result
 
 
 def in_turn(processes: Processes, what: str, own: Iterator[Arrays]) -> Iterator[Arrays]:
@@ -261,26 +201,6 @@ def in_turn(processes: Processes, what: str, own: Iterator[Arrays]) -> Iterator[
         if not any(found):
             return
         yield from (each for each in found if each)
-
-
-def guided_ranges(todo: Sequence[range], chunk: int, size: int) -> list[range]:
-    """The rows of `todo` as ranges of whole chunks for `size` processes, large ones first; for one process
-    `todo` itself.
-
-    Source: Polychronopoulos, Kuck: Guided Self-Scheduling (IEEE Transactions on Computers C-36, 1987).
-    """
-    if size == 1:
-        return list(todo)
-    left, result = sum(map(len, todo)), list[range]()
-    for rows in todo:
-        start = rows.start
-        while start < rows.stop:
-            chunks = max(1, round(left / (_RANGES_LEFT * size * chunk)))
-            stop = min(rows.stop, (start // chunk + chunks) * chunk)
-            result.append(range(start, stop))
-            left -= stop - start
-            start = stop
-    return result
 
 
 def overlap(some: range, others: range) -> range:

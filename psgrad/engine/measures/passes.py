@@ -81,10 +81,13 @@ class SecondPass(Measure):
         """The next chunk of the first pass begins at this row."""
         self._reached = row
 
-    @property
-    def stored_rows(self) -> list[int]:
-        """The first rows of the chunks whose gradients are in memory, in order."""
-        return sorted(self._kept)
+    def chunks(self) -> list[range]:
+        """The chunks of the first pass, in order."""
+        return [
+            range(row, row + size)
+            for first, size, times in sorted(self._runs)
+            for row in range(first, first + size * times, size)
+        ]
 
     def state(self) -> Arrays:
         return {"chunks": torch.tensor(self._runs, dtype=torch.int64).reshape(-1, 3)}

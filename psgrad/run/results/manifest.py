@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from psgrad.errors import DataError
+from psgrad.run.results.plain import content_of as content_of
+from psgrad.run.results.plain import read as read
 from psgrad.wording import unit_of_loss
 
 UNKNOWN_UNIT = "unit of the loss"
@@ -198,17 +196,15 @@ class DataFacts:
 @dataclass(frozen=True)
 class EngineFacts:
     """The device and settings of the computation; from chunk_size on what is known after the passes.
-    parameters: where weights live, if not on the device. shard_ranks: of how many ranks each keeps a part of
-    a weight, where they are sharded. recomputed: the modules that ran again in the backward pass. chunks: how
-    many the first process computed. chunks_replayed, replayed_by: how many of these a program computed, and
-    of which kind. not_replayed: why not more.
+    parameters: where weights live, if not on the device. recomputed: the modules that ran again in the
+    backward pass. chunks: how many the first process computed. chunks_replayed, replayed_by: how many of
+    these a program computed, and of which kind. not_replayed: why not more.
     """
 
     device: str | None = None
     dtype: str | None = None
     threads: int | None = None
     parameters: str | None = None
-    shard_ranks: int | None = None
     recomputed: list[str] | None = None
     processes: int | None = None
     chunk_size: int | None = None
@@ -387,36 +383,3 @@ _PARTS = ("influence", "counts", "timings")
 def read_manifest(content: Mapping[str, Any], file: Path | str = "manifest.json") -> RunManifest:
     """The content of manifest.json as typed values. Raises DataError for values of other types."""
     return read(RunManifest, content, str(file))
-
-
-T = TypeVar("T")
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-def content_of(value: Any) -> Any:
-    """The keys and values that are written of a dataclass, without those that are None."""
-    kind: Any = type(value)
-    return _adapter(kind).dump_python(value, exclude_none=True, warnings=False)
-
-
-def read(kind: type[T], content: Any, name: str = "manifest.json") -> T:
-    """A dataclass from what JSON holds; unknown keys are left out. name: of the file.
-
-    Raises DataError for values of other types.
-    """
-    hashable: Any = kind
-    try:
-        found: T = _adapter(hashable).validate_python(content)
-        return found
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "its content"
-        raise DataError(
-            f"{name} can't be read: {place}: {first['msg']}",
-            expected="the file as psgrad wrote it",
-            next_step="run the command again that wrote it",
-        ) from error

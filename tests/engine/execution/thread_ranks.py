@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
-
-from psgrad.engine.execution.ranks import Answer, Arrays, step_within
+from psgrad.engine.execution.ranks import Arrays, joined
 from psgrad.errors import DistributedError, PsgradError
 
 Result = TypeVar("Result")
@@ -18,93 +16,76 @@ class _Shared:
     def __init__(self, size: int) -> None:
         self.size, self.slots = size, [None] * size
         self.barrier, self.turn = threading.Barrier(size, timeout=20), threading.Lock()
-        self.taken = set[str]()
-
-
-class ThreadRequests:
-    """See `Requests`. Ranks answer by a call."""
-
-    def __init__(self, answers: dict[int, Answer]) -> None:
-        self._answers = answers
-
-    def request(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
-        for rank, question in questions.items():
-            into[rank].copy_(self._answers[rank](question))
 
 
 class ThreadRank:
     """See `Processes`."""
 
-    parts = None
+    parts, backend = None, "threads"
 
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank, self.size, self.leads, self._shared = rank, shared.size, rank == 0, shared
-        self._computing = False
         self.steps: list[str] = []
+        self._computing = False
 
     def part_of(self, rank: int) -> str:
         return f"rank-{rank}"
 
-    def own(self, every: Sequence[range]) -> list[range]:
-        return list(every)
+    def my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
+        return joined(chunks[self.rank :: self.size])
 
-    def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
-        for place, rows in enumerate(every):
-            if f"{name}.{place}" not in self._shared.taken:
-                self._shared.taken.add(f"{name}.{place}")
-                yield rows
+    def meet(self, what: str) -> None:
+        self._exchanged(what, None)
 
-    def agreed(self, name: str, numbers: Callable[[], list[int]]) -> list[int]:
-        found: list[int] = self._exchanged(numbers() if self.leads else None)[0]
+    def agreed(self, what: str, numbers: Callable[[], list[int]]) -> list[int]:
+        found: list[int] = self._exchanged(what, numbers() if self.leads else None)[0]
         return found
 
-    def progress(self, name: str, rows: int) -> int:
-        return rows
+    def gathered(self, what: str, own: Arrays) -> list[Arrays]:
+        return [dict(each) for each in self._exchanged(what, own)]
 
-    def meet(self, name: str) -> None:
-        self._exchanged(None)
+    def texts(self, what: str, text: str) -> list[str]:
+        return self._exchanged(what, text)
 
-    def reduce(self, name: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
-        others = self._exchanged({key: value.clone() for key, value in state().items()})[1:]
+    def broadcast(self, what: str, arrays: Arrays) -> Arrays:
+        found: Arrays = self._exchanged(what, arrays)[0]
+        return found
+
+    def reduce(self, what: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
+        others = self._exchanged(what, {key: value.clone() for key, value in state().items()})[1:]
         if self.leads:
             for other in others:
                 merge(other)
-        whole: Arrays = self._exchanged({key: value.clone() for key, value in state().items()})[0]
+        whole: Arrays = self._exchanged(what, {key: value.clone() for key, value in state().items()})[0]
         return {key: value.clone() for key, value in whole.items()}
 
-    def requests(self, ranks: Sequence[int], answer: Answer) -> ThreadRequests:
-        return ThreadRequests(dict(zip(range(self.size), self._exchanged(answer), strict=True)))
-
-    def step(self, what: str) -> str:
-        if self._computing:
-            raise step_within(what)
-        self.steps.append(what)
-        if len(found := set(self._exchanged(what))) > 1:
-            raise DistributedError(f"ranks take different steps: {sorted(found)}")
-        return what
-
     def together(self, what: str, compute: Callable[[], Result]) -> Result:
-        self.step(what)
-        self._computing, raised, result = True, None, None
+        self._require_between_passes(what)
+        raised, result, self._computing = None, None, True
         try:
             result = compute()
         except PsgradError as error:
             raised = error
         finally:
             self._computing = False
-        for error in self._exchanged(raised):
+        for error in self._exchanged(what, raised):
             if error is not None:
                 raise error
         return result  # type: ignore[return-value]
 
-    def gathered(self, what: str, own: Arrays) -> list[Arrays]:
-        self.step(what)
-        return [dict(each) for each in self._exchanged(own)]
+    def spent(self) -> tuple[float, float]:
+        return 0.0, 0.0
 
-    def _exchanged(self, own: Any) -> list[Any]:
-        """What all ranks give, in their order."""
+    def _require_between_passes(self, what: str) -> None:
+        if self._computing:
+            raise DistributedError(f"{what} while it computes its share of a pass")
+
+    def _exchanged(self, what: str, own: Any) -> list[Any]:
+        """What all ranks give, in their order. Raises DistributedError where they are at different places."""
+        self._require_between_passes(what)
+        self.steps.append(what)
         shared = self._shared
-        shared.slots[self.rank] = own
+        shared.slots[self.rank] = (what, own)
         shared.turn.release()
         try:
             shared.barrier.wait()
@@ -112,7 +93,9 @@ class ThreadRank:
             shared.barrier.wait()
         finally:
             shared.turn.acquire()
-        return found
+        if len(places := {each[0] for each in found}) > 1:
+            raise DistributedError(f"ranks are at different places: {sorted(places)}")
+        return [each[1] for each in found]
 
 
 def by_ranks(size: int, work: Callable[[ThreadRank], Result]) -> list[Result]:

@@ -1,76 +1,45 @@
-"""Datasets of one array for each column: npz, held in memory, of which nothing is ever unpickled; and
-safetensors, whose rows are read from the disk when asked for.
+"""Datasets of one array for each column, its first axis the rows: npz, of which nothing is ever unpickled,
+and safetensors, which is mapped from the disk.
 """
 
 from __future__ import annotations
 
-import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 import safetensors
-from numpy.lib import format as npy
 
-from psgrad.data.sources.file_checks import Wanted, require_columns
-from psgrad.data.sources.source import (
-    ArraySource,
-    Column,
-    DataHeader,
-    row_count,
-)
-from psgrad.errors import ConfigError, DataError
+from psgrad.data.columns import ColumnRoles, not_numbers, require_columns
+from psgrad.data.sources.source import Source
+from psgrad.errors import DataError, PsgradError
 
-_KINDS = {"b": "boolean", "i": "integer", "u": "integer", "f": "fraction", "U": "text", "S": "text"}
+_ZIP = b"PK\x03\x04"
 
 
-class NPZ(ArraySource):
+class NPZ(Source):
     """Named arrays, as numpy.savez writes them."""
 
     name: ClassVar[str] = "npz"
+    stacks: ClassVar[bool] = False
 
-    def header(self, path: Path) -> DataHeader:
-        _require_archive(path)
-        columns = {}
-        try:
-            with zipfile.ZipFile(path) as archive:
-                for entry in archive.namelist():
-                    with archive.open(entry) as file:
-                        version = npy.read_magic(file)
-                        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-                        shape, _, dtype = read(file)
-                    kind = _KINDS.get(dtype.kind, dtype.name)
-                    columns[entry.removesuffix(".npy")] = Column(kind, str(dtype), shape)
-        except Exception as error:  # zipfile, zlib and numpy have a dozen errors for a damaged file
-            raise unreadable(path, error) from error
-        objects = {
-            name: unreadable(path, ValueError("allow_pickle"))
-            for name, column in columns.items()
-            if column.dtype == "object"
-        }
-        return DataHeader(path, list(columns), columns, row_count(columns), unusable=objects)
-
-    def arrays(self, path: Path, wanted: Wanted) -> dict[str, Any]:
-        """The columns that are named, in memory; nothing in them is ever unpickled."""
-        _require_archive(path)
+    def table(self, path: Path, roles: ColumnRoles) -> pa.Table:
+        if path.open("rb").read(len(_ZIP)) != _ZIP:
+            raise DataError(f"{path} is no npz archive", expected="named arrays, as numpy.savez writes them")
         try:
             with np.load(path, allow_pickle=False) as file:
-                require_columns(wanted.columns, file.files, str(path))
-                return {name: file[name] for name in wanted.columns}
-        except (DataError, ConfigError):
+                require_columns(roles.columns, file.files, path)
+                return table_of_arrays({name: file[name] for name in roles.columns}, path)
+        except PsgradError:
             raise
-        except Exception as error:  # as above
-            raise unreadable(path, error) from error
+        except Exception as error:  # zipfile, zlib and numpy have a dozen errors for a damaged file
+            raise _unreadable(path, error) from error
 
 
-def _require_archive(path: Path) -> None:
-    with path.open("rb") as file:
-        head = file.read(4)
-    if head != b"PK\x03\x04":
-        raise DataError(f"{path} is no npz archive", expected="named arrays, as numpy.savez writes them")
-
-
-def unreadable(path: Path, error: Exception) -> DataError:
+def _unreadable(path: Path, error: Exception) -> DataError:
     """The error for an npz file of which numpy reads no arrays."""
     if "allow_pickle" in str(error):
         return DataError(
@@ -86,41 +55,60 @@ def unreadable(path: Path, error: Exception) -> DataError:
     )
 
 
-class Safetensors(ArraySource):
+class Safetensors(Source):
     """Named tensors, as safetensors' save_file writes them."""
 
     name: ClassVar[str] = "safetensors"
-    read_again: ClassVar[bool] = True
+    stays_open: ClassVar[bool] = True
+    stacks: ClassVar[bool] = False
 
-    def header(self, path: Path) -> DataHeader:
-        columns = {}
-        try:
-            with safetensors.safe_open(path, framework="numpy") as file:
-                for name in sorted(file.keys()):
-                    found = file.get_slice(name)
-                    dtype = found.get_dtype()
-                    kind = "boolean" if dtype == "BOOL" else "integer" if dtype[0] in "IU" else "fraction"
-                    columns[name] = Column(kind, dtype, tuple(found.get_shape()))
-        except Exception as error:
-            raise damaged(path, error) from error
-        return DataHeader(path, list(columns), columns, row_count(columns))
-
-    def arrays(self, path: Path, wanted: Wanted) -> dict[str, Any]:
-        """The columns that are named; rows are read from the disk when they are asked for."""
+    def table(self, path: Path, roles: ColumnRoles) -> pa.Table:
         try:
             file: Any = safetensors.safe_open(path, framework="pt", device="cpu")
-            require_columns(wanted.columns, sorted(file.keys()), str(path))
-            return {name: file.get_tensor(name) for name in wanted.columns}  # mapped: nothing is read yet
-        except ConfigError:
+            require_columns(roles.columns, sorted(file.keys()), path)
+            found = {name: file.get_tensor(name) for name in roles.columns}  # mapped: nothing is read yet
+        except PsgradError:
             raise
         except Exception as error:
-            raise damaged(path, error) from error
+            raise DataError(
+                f"{path} is damaged: {error}",
+                expected="a whole safetensors file",
+                cause="an interrupted copy or download",
+            ) from error
+        # numpy lacks bfloat16 and the types of 8 bits.
+        small = {name: x.is_floating_point() and x.element_size() < 4 for name, x in found.items()}
+        return table_of_arrays(
+            {name: (x.float() if small[name] else x).numpy() for name, x in found.items()}, path
+        )
 
 
-def damaged(path: Path, error: Exception) -> DataError:
-    """The error for a safetensors file that can't be read."""
-    return DataError(
-        f"{path} is damaged: {error}",
-        expected="a whole safetensors file",
-        cause="an interrupted copy or download",
-    )
+def table_of_arrays(arrays: Mapping[str, npt.NDArray[Any]], path: Path) -> pa.Table:
+    """Arrays as the columns of a table, which are not copied. Raises DataError where their first axes differ,
+    or where one is of no type that a table has.
+    """
+    for name, array in arrays.items():
+        if not array.ndim:
+            raise DataError(
+                f"{name!r} in {path} is a single number", expected="an array with one row per sample"
+            )
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise DataError(
+            f"the columns of {path} have different numbers of rows: {listed}",
+            expected="one row per sample in each",
+        )
+    return pa.table({name: _column(array, name) for name, array in arrays.items()})
+
+
+def _column(array: npt.NDArray[Any], name: str) -> pa.Array:
+    if array.dtype.kind not in "biufUS":
+        raise not_numbers(name, array.dtype)
+    if array.dtype.kind == "S":
+        array = np.char.decode(array, "utf-8")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    found = pa.array(np.ascontiguousarray(array).reshape(-1))
+    for size in reversed(array.shape[1:]):
+        found = pa.FixedSizeListArray.from_arrays(found, size)
+    return found

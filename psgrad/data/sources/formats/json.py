@@ -1,39 +1,38 @@
-"""Rows in text files that give them no types: json, a list of objects, read at once (larger ones are better
-saved as jsonl); jsonl, an object a line; and txt, a row a line. All are in UTF-8.
+"""Datasets in JSON: a list of objects in a file, or an object in each line; and lines of plain text.
+
+JSON is read by Python's own reader: pyarrow.json takes texts that look like dates for dates, whole numbers of
+more than 64 bits for fractions, and several objects in a line for several rows, and it can't read lists that
+begin after a block without any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from psgrad.data.sources.arrow_columns import errors_of_damage
-from psgrad.data.sources.file_checks import Wanted, open_text, text_lines
-from psgrad.data.sources.objects import header_of, json_value, object_rows, word_for
-from psgrad.data.sources.source import Column, DataHeader, LineSource, TableSource
-from psgrad.data.sources.source_rows import SourceRows
+import pyarrow as pa
+
+from psgrad.data.columns import ColumnRoles
+from psgrad.data.sources.arrow_types import errors_of_damage
+from psgrad.data.sources.objects import Object, json_value, table_of, word_for
+from psgrad.data.sources.source import Source
+from psgrad.data.sources.text_files import open_text, text_lines
 from psgrad.errors import DataError
 
 
-class JSON(TableSource):
+class JSON(Source):
     """A list of objects, whose keys are the columns, or an object whose `data` is such a list."""
 
     name: ClassVar[str] = "json"
     compressed: ClassVar[bool] = True
 
-    def header(self, path: Path) -> DataHeader:
+    def table(self, path: Path, roles: ColumnRoles) -> pa.Table:
         found = objects(path)
-        return header_of(path, found, len(found))
-
-    def rows(self, path: Path, wanted: Wanted) -> SourceRows:
-        found = objects(path)
-        with errors_of_damage(path, "json"):
-            return object_rows(path, lambda: enumerate(found), wanted, "entry")
+        return table_of(lambda: iter(found), roles.columns, path)
 
 
-def objects(path: Path) -> list[dict[str, Any]]:
+def objects(path: Path) -> list[Object]:
     """The rows of a json file. Raises DataError."""
     try:
         with errors_of_damage(path, "json"), open_text(path) as file:
@@ -59,30 +58,20 @@ def objects(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-_ROWS = 1000  # that the header looks at
-
-
-class JSONL(LineSource):
+class JSONL(Source):
     """An object in each line; its keys are the columns. Blank lines are no rows."""
 
     name: ClassVar[str] = "jsonl"
     compressed: ClassVar[bool] = True
 
-    def header(self, path: Path) -> DataHeader:
-        with errors_of_damage(path, "jsonl"):
-            found = [each for _, each in islice(_objects_by_line(path), _ROWS + 1)]
-        return header_of(path, found[:_ROWS], len(found) if len(found) <= _ROWS else None)
-
-    def rows(self, path: Path, wanted: Wanted) -> SourceRows:
-        with errors_of_damage(path, "jsonl"):
-            return object_rows(path, lambda: _objects_by_line(path), wanted, "line")
+    def table(self, path: Path, roles: ColumnRoles) -> pa.Table:
+        return table_of(lambda: _objects_by_line(path), roles.columns, path)
 
 
-def _objects_by_line(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(the number of the line, counted from 1, its object) of each line that is not blank."""
+def _objects_by_line(path: Path) -> Iterator[Object]:
     for number, line in text_lines(path):
         try:
-            found = json_value(line)
+            found: Any = json_value(line)
         except ValueError as error:
             raise DataError(
                 f"{path}, line {number} is no JSON: {error}",
@@ -94,23 +83,14 @@ def _objects_by_line(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise DataError(
                 f"{path}, line {number} holds {word_for(found)}", expected="an object {...} in each line"
             )
-        yield number, found
+        yield found
 
 
-COLUMN = "text"
-
-
-class TXT(LineSource):
+class TXT(Source):
     """Lines of text in UTF-8, the column `text`. Blank lines are no rows."""
 
     name: ClassVar[str] = "txt"
     compressed: ClassVar[bool] = True
 
-    def header(self, path: Path) -> DataHeader:
-        return DataHeader(path, [COLUMN], {COLUMN: Column("text", "text")}, None)
-
-    def rows(self, path: Path, wanted: Wanted) -> SourceRows:
-        with errors_of_damage(path, "text"):
-            return object_rows(
-                path, lambda: ((number, {COLUMN: line}) for number, line in text_lines(path)), wanted, "line"
-            )
+    def table(self, path: Path, roles: ColumnRoles) -> pa.Table:
+        return table_of(lambda: ({"text": line} for _, line in text_lines(path)), roles.columns, path)

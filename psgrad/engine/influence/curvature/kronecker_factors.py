@@ -148,7 +148,7 @@ class FactorSums:
         def add(other: Arrays) -> None:
             self.add(FactorSums.of_state(other, device))
 
-        return FactorSums.of_state(processes.reduce(processes.step("factors"), self.state, add), device)
+        return FactorSums.of_state(processes.reduce("factors", self.state, add), device)
 
     def state(self) -> Arrays:
         """The sums as tensors alone, for another process; see `of_state`."""

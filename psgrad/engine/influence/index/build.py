@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.execution.ranks import OneProcess, Processes, in_chunks
 from psgrad.engine.influence.index.estimators import ProjectedCosines, ProjectedProducts, require_parameters
 from psgrad.engine.influence.index.index_rows import RowPass, RowSource
 from psgrad.engine.influence.index.row_products import RowForm
@@ -44,8 +44,8 @@ def build_index(
             a time.
         say: called with the rows whose gradients are not finite.
         progress: called after each shard with (rows done, rows in all), over all checkpoints.
-        processes: those that share the shards: a process takes the next one that no other has taken. None for
-            this one alone. Where they are a part of a job array, no sums are written; see `write_sums`.
+        processes: those that share the shards; None for this one alone. Where they are a part of a job array,
+            no sums are written; see `write_sums`.
         digests: (start, stop) to what tells these examples from others, uint8 [b, 16], after they were read.
             It is kept with the first checkpoint's rows.
 
@@ -58,25 +58,25 @@ def build_index(
     spec, shards = spec_of(store.description), store.shards
     missing = processes.agreed("index.missing", lambda: _flat(store.unwritten()))
     todo = list(zip(missing[::2], missing[1::2], strict=True))
-    own = {place for each in processes.own([range(len(shards))]) for place in each}
+    own = {place for each in processes.my_rows("index", in_chunks([range(len(shards))], 1)) for place in each}
     computed, waited = 0, 0.0
     wanted = {
-        number: [range(shard, shard + 1) for each, shard in todo if each == number and shard in own]
+        number: [shard for each, shard in todo if each == number and shard >= 0]
         for number in range(int(store.description["checkpoints"]))
     }
     total = len(wanted) * sum(len(shards[shard]) for shard in own)
-    if processes.rank == 0:
-        left = sum(len(shards[each.start]) for every in wanted.values() for each in every)
-        progress(processes.progress("index", total - left), total)
+    left = sum(len(shards[shard]) for every in wanted.values() for shard in own.intersection(every))
+    progress(done := total - left, total)
     for number, every in wanted.items():
+        if processes.parts is not None:
+            every = sorted(own.intersection(every))
         if not every:
             continue
         examples, projector = load(number), projector_of(store.description, number)
         require_parameters(projector.flat, examples)
         going, form = RowPass(examples, projector, spec.features), RowForm(projector, spec.rank)
         _agree_on_chunk_size(going.source, processes, number)
-        for each in processes.ranges(f"index.{number}", every):
-            shard = each.start
+        for shard in every[processes.rank :: processes.size]:
             rows = shards[shard]
             blocks = list(going.blocks(rows.start, rows.stop))
             nonfinite = rows.start + torch.cat([~block.finite for block in blocks]).nonzero().flatten()
@@ -90,7 +90,7 @@ def build_index(
                 arrays["digest"] = digests(rows.start, rows.stop)
             store.write(number, shard, arrays)
             computed += len(rows)
-            progress(processes.progress("index", len(rows)), total)
+            progress(done := done + len(rows), total)
     if processes.parts is None:
         began = time.monotonic()
         processes.meet("index")

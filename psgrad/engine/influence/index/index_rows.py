@@ -298,7 +298,7 @@ def moments(source: RowSource, processes: Processes) -> dict[Differentiated, tor
             result[kind] += value
 
     processes.together("second moments", own)
-    whole = processes.reduce(processes.step("second moments"), lambda: result, add)
+    whole = processes.reduce("second moments", lambda: result, add)
     if not int(whole["finite"]):
         raise InfluenceError(
             "no training example has a finite gradient", next_step="look at the data and the checkpoint"

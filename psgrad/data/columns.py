@@ -1,96 +1,13 @@
-"""Checks of every file that a config names, before its content is read.
-
-Which columns a config names, and whether a dataset has them. No torch.
-"""
+"""Which columns a config names, what they are read as, and errors where a dataset lacks them. No torch."""
 
 from __future__ import annotations
 
-import codecs
-import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TextIO
 
 from psgrad.config import DataConfig, did_you_mean
-from psgrad.config.data import COMPRESSIONS
 from psgrad.errors import ConfigError, DataError
 from psgrad.wording import first_of
-
-LONGEST_LINE = 1 << 26
-"""Characters of a line of text: an image of 48 MB in base64 fits."""
-
-
-def open_text(path: Path) -> TextIO:
-    """A file of text in UTF-8, decompressed where its suffix says that it is compressed."""
-    if path.suffix.lower() not in COMPRESSIONS:
-        return path.open(encoding="utf-8-sig", newline="")
-    import pyarrow as pa
-
-    return io.TextIOWrapper(pa.input_stream(str(path)), encoding="utf-8-sig", newline="")
-
-
-def lines_of(path: Path, file: TextIO) -> Iterator[str]:
-    """The lines of an open file of text, with their ends. Raises DataError for one that is too long: a small
-    compressed file may hold a line that no memory has room for.
-    """
-    number = 0
-    while line := file.readline(LONGEST_LINE + 1):
-        number += 1
-        if len(line) > LONGEST_LINE:
-            raise DataError(
-                f"line {number} of {path} has more than {LONGEST_LINE:,} characters",
-                expected="a row in each line, or in a few",
-                cause="another format, or line ends that were lost",
-                next_step="save larger values as parquet",
-            )
-        yield line
-
-
-def text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, text) of each line that is not blank. Raises DataError for bytes that are not UTF-8 and
-    for a line that is too long.
-    """
-    with open_text(path) as file:
-        try:
-            for number, line in enumerate(lines_of(path, file), 1):
-                if not line.isspace():
-                    yield number, line.rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise not_utf8(path, error) from error
-
-
-def not_utf8(path: Path, error: Exception) -> DataError:
-    """The error for a file of text that is not in UTF-8, with the first such line: the text is decoded in
-    blocks, so that `error` may come lines before it.
-    """
-    import pyarrow as pa
-
-    with pa.input_stream(str(path), compression="detect") as stream, io.BufferedReader(stream) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as found:
-                return DataError(
-                    f"{path}, line {number} can't be read as text: {found.reason}, byte"
-                    f" 0x{line[found.start]:02x} at {found.start}",
-                    expected="text in UTF-8",
-                    next_step=f"convert it, such as with: iconv -f {_encoding_of(path)} -t UTF-8",
-                )
-    return DataError(f"{path} can't be read as text: {error}", expected="text in UTF-8")
-
-
-def _encoding_of(path: Path) -> str:
-    """What a file of text that is no UTF-8 may be written in, by its first bytes."""
-    if path.suffix.lower() in COMPRESSIONS:
-        return "ENCODING"
-    with path.open("rb") as file:
-        return "UTF-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
-
-
-def named_files(paths: Sequence[Path]) -> str:
-    """Files in words: the only one, or the first and how many more."""
-    return str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
 
 
 def input_names(config: DataConfig) -> list[str]:
@@ -114,7 +31,7 @@ def target_names(config: DataConfig) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ColumnRoles:
     """The columns that a config names, by what they are read as; each in one of the lists.
 
     Attributes:
@@ -130,7 +47,7 @@ class Wanted:
     ids: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: DataConfig, unit: str | None = None) -> Wanted:
+    def of(cls, config: DataConfig, unit: str | None = None) -> ColumnRoles:
         """The columns of `config`, and `unit`, the column that says whom a row belongs to."""
         text = [config.text] if isinstance(config.text, str) else list(config.text or ())
         roles = [*text, config.prompt, config.completion, config.messages, config.image]
@@ -170,7 +87,7 @@ def require_rows(count: int, source: str) -> None:
         raise DataError(f"{source} has no rows", expected="at least one sample")
 
 
-def require_columns(wanted: Iterable[str], known: Sequence[str], source: str) -> None:
+def require_columns(wanted: Iterable[str], known: Sequence[str], source: object) -> None:
     """Raises ConfigError for the first column that is not there, DataError for one that is there twice."""
     for name in wanted:
         if name not in known:

@@ -1,4 +1,4 @@
-"""Columns of Arrow tables: their types, and errors of damaged files. No torch."""
+"""Types of Arrow columns, in words and joined, and errors of damaged files. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from psgrad.data.sources.file_checks import not_numbers
+from psgrad.data.columns import not_numbers
 from psgrad.errors import DataError
 from psgrad.wording import first_line
 
@@ -25,7 +25,6 @@ def require_numbers(name: str, kind: pa.DataType) -> pa.DataType:
     value = kind
     while is_list(value):
         value = value.value_type
-    value = plain_type(value)
     if not (pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)):
         raise not_numbers(name, kind)
     return value
@@ -50,23 +49,12 @@ def errors_of_damage(path: Path, kind: str) -> Iterator[None]:
         ) from error
 
 
-def plain(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """A column as one array, without categories."""
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-
-
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type of a column's values, without categories."""
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
 def kind_of(kind: pa.DataType) -> str:
     """What a column holds, in a word."""
+    if pa.types.is_fixed_size_list(kind):
+        return f"{kind.list_size} values of {kind_of(kind.value_type)}"
     if is_list(kind):
         return f"lists of {kind_of(kind.value_type)}"
-    if pa.types.is_dictionary(kind):
-        return kind_of(kind.value_type)
     words = {
         "nothing": pa.types.is_null,
         "true and false": pa.types.is_boolean,
@@ -89,7 +77,7 @@ def is_bytes(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
-def common_schema(schemas: Sequence[tuple[str, pa.Schema]], texts: Iterable[str] = ()) -> pa.Schema:
+def common_schema(schemas: Sequence[tuple[object, pa.Schema]], texts: Iterable[str] = ()) -> pa.Schema:
     """The schema to which tables can be converted without loss: whole numbers and fractions are fractions,
     an empty column is of the type of the others.
 
@@ -99,44 +87,40 @@ def common_schema(schemas: Sequence[tuple[str, pa.Schema]], texts: Iterable[str]
 
     Raises DataError where a column holds different things in two tables.
     """
-    if not schemas:
-        return pa.schema([])
-    kinds = {
-        name: [(where, schema.field(name).type) for where, schema in schemas] for name in schemas[0][1].names
-    }
-    return pa.schema([(name, _common_type(name, each, texts)) for name, each in kinds.items()])
-
-
-def _common_type(
-    name: str, kinds: Sequence[tuple[str, pa.DataType]], texts: Iterable[str] = ()
-) -> pa.DataType:
-    if name in texts and any(is_text(kind) for _, kind in kinds):
-        return pa.string()
-    found = pa.null()
-    for where, kind in kinds:
-        merged = merged_type(found, kind)
-        if merged is None:
-            before = next(other for other in kinds if merged_type(other[1], kind) is None)
-            raise mixed_types(name, before, (where, kind))
-        found = merged
-    return found
+    found: dict[str, tuple[object, pa.DataType]] = {}
+    for where, schema in schemas:
+        for field in schema:
+            first, before = found.setdefault(field.name, (where, field.type))
+            merged = merged_type(before, field.type)
+            if merged is None and field.name in texts and (is_text(before) or is_text(field.type)):
+                merged = pa.string()
+            if merged is None:
+                raise mixed_types(field.name, (first, before), (where, field.type))
+            found[field.name] = (where if pa.types.is_null(before) else first), merged
+    return pa.schema([(name, kind) for name, (_, kind) in found.items()])
 
 
 def merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """The type that holds what either of two holds; None where there is none."""
-    plain_types = [plain_type(one), plain_type(other)]
-    if is_text(plain_types[0]) and is_text(plain_types[1]):
+    if one == other:
+        return one
+    if is_text(one) and is_text(other):
         return pa.string()
-    if is_bytes(plain_types[0]) != is_bytes(plain_types[1]) and pa.null() not in plain_types:
+    if is_bytes(one) != is_bytes(other) and pa.null() not in (one, other):
         return None  # Arrow makes bytes of text
+    if pa.types.is_fixed_size_list(one) and pa.types.is_fixed_size_list(other):
+        inner = merged_type(one.value_type, other.value_type)
+        return None if inner is None or one.list_size != other.list_size else pa.list_(inner, one.list_size)
+    if pa.uint64() in (one, other) and pa.null() not in (one, other):
+        return None  # Arrow makes fractions of them, or numbers of fewer bits
     try:
-        schemas = [pa.schema([("x", kind)]) for kind in plain_types]
+        schemas = [pa.schema([("x", kind)]) for kind in (one, other)]
         return pa.unify_schemas(schemas, promote_options="permissive").field("x").type
     except pa.ArrowException:
         return None
 
 
-def mixed_types(name: str, one: tuple[str, pa.DataType], other: tuple[str, pa.DataType]) -> DataError:
+def mixed_types(name: str, one: tuple[object, pa.DataType], other: tuple[object, pa.DataType]) -> DataError:
     """The error for a column that holds one thing in one place and another in another."""
     return DataError(
         f"the column {name!r} has mixed types: {kind_of(one[1])} in {one[0]}, {kind_of(other[1])} in"
