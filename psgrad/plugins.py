@@ -105,10 +105,8 @@ def configured(kind: PluginKind, name: str, options: Mapping[str, Any], base: Pa
                 return found()
             return TypeAdapter(found).validate_json(json.dumps(dict(options)), strict=True)
         except ValidationError as error:
-            shown = "" if kind is METHODS else f" {name}"
-            start = f"{kind.key}{':' if shown else ''}{shown}."
             problems = [
-                f"{(start + '.'.join(map(str, each['loc']))).rstrip('.')}: {explain(each)}"
+                f"{kind.key}: {'.'.join(map(str, (name, *each['loc'])))}: {explain(each)}"
                 for each in error.errors(include_url=False)
             ]
         except Exception as error:
@@ -176,6 +174,4 @@ def _unknown_option(kind: PluginKind, plugin: type[Any], name: str, option: str,
     refused: Mapping[str, str] = getattr(plugin, "not_taken", {})
     takes = f"it takes {', '.join(known)}" if known else "it takes none"
     meant = did_you_mean(option, known, before="", after=" ")
-    if kind is METHODS:
-        return f"{kind.key}.{option}: unknown option; {meant}{name}: {takes}"
     return f"{kind.key}: {option}: unknown option of {name}; {refused.get(option, meant + takes)}"

@@ -170,8 +170,8 @@ def padded_and_stacked(rows: Sequence[Tensor], value: Padding = 0) -> Tensor:
         return torch.stack(list(rows))
     longest = map(max, zip(*(row.shape for row in rows), strict=True))
     whole = rows[0].new_full((len(rows), *longest), value)
-    for place, row in enumerate(rows):
-        whole[(place, *(slice(size) for size in row.shape))] = row
+    for own, row in zip(whole, rows, strict=True):
+        own[tuple(slice(size) for size in row.shape)] = row
     return whole
 
 

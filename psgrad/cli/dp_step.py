@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from psgrad.cli.options import ConfigPath, Output, Overwrite, Settings, read_config, require_alone
+from psgrad.cli.options import AsJson, ConfigPath, Output, Overwrite, Settings, read_config, require_alone
 from psgrad.cli.processes import OPTION, ProcessesOption, require_free, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
 
@@ -42,9 +42,6 @@ Seeded = Annotated[
 ShowPrivate = Annotated[
     bool,
     typer.Option("--show-private", help="Also print batch sizes, losses and norms, on stderr: NOT PRIVATE."),
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object: the content of public/step.json, or the plan.")
 ]
 
 

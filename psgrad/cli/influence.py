@@ -90,7 +90,6 @@ Where = Annotated[
         help='Ask only about rows such as "label == 3 and loss > 2".',
     ),
 ]
-Wrong = Annotated[bool, typer.Option("--wrong", help="Ask only about rows that are predicted wrong.")]
 Worst = Annotated[
     int | None, typer.Option("--worst", metavar="N", min=1, help="Ask only about the N rows of largest loss.")
 ]
@@ -114,7 +113,6 @@ def influence(
     top: Top = None,
     ids: Ids = None,
     where: Where = None,
-    wrong: Wrong = False,
     worst: Worst = None,
     matrix: Matrix = False,
     report: Report = True,
@@ -138,7 +136,7 @@ def influence(
     `psgrad influence index CONFIG` builds the config's index, with which any number of queries take seconds.
     """
     style = "json" if as_json else "terminal"
-    chosen = {"ids": ids, "where": where, "wrong": wrong or None, "worst": worst}
+    chosen = {"ids": ids, "where": where, "worst": worst}
     settings = [*(settings or ()), *_settings("influence.queries", chosen)]
     settings += _settings("influence", {"method": None if method is None else {"name": method}, "top": top})
     if part is not None:

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from psgrad.cli.options import RunPath
+
 
 def report(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a finished `psgrad analyze`.", show_default=False)
-    ],
+    run: RunPath,
     output: Annotated[
         Path | None,
         typer.Option(

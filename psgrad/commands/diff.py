@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from psgrad.errors import DataError
-from psgrad.quality.references import UNIDENTIFIED, changed_keys, code_changes, measured_as
+from psgrad.quality.references import changed_keys, code_changes, measured_as
 from psgrad.quality.run_comparison import changes_of, counts_of, groups_of, matched, spearman
 from psgrad.run.finished import finished_manifest, read_columns
 from psgrad.run.results.findings import Comparison
@@ -90,11 +90,7 @@ def _differences(a: RunManifest, b: RunManifest) -> list[str]:
     for name, manifest in (("A", a), ("B", b)):
         if manifest.partial:
             words.append(f"{name} is PARTIAL: it {manifest.partial}")
-    return words + [
-        f"{name} {UNIDENTIFIED}"
-        for name, measured in (("A", before), ("B", after))
-        if not measured["weights"]
-    ]
+    return words
 
 
 def _data_of(run: RunManifest) -> str:

@@ -1,13 +1,13 @@
-"""The evaluation by the linear datamodeling score, with dampings that are chosen by it, on subsets and
-queries that are not reported; and what all kinds of evaluation share: the scores that are compared, and
-tables.
+"""The kinds of evaluation: the linear datamodeling score, with dampings that are chosen by it on subsets and
+queries that are not reported; single examples that are left out, one at a time; and the strongest proponents
+of each query.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,20 @@ import pandas as pd
 
 from psgrad.commands.evaluation_parts import Array, EvaluationParts, Fits
 from psgrad.commands.influence_setup import errors_of_own_method
-from psgrad.config import TuningConfig
-from psgrad.engine.influence.evaluation.controls import controls
+from psgrad.config import EvaluationKind, TuningConfig
+from psgrad.engine.influence.evaluation.controls import NEIGHBOUR, NORM, RANDOM, controls, own_controls
 from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.metrics import ceiling, lds, lds_mean, random_subsets, rows_of
+from psgrad.engine.influence.evaluation.metrics import (
+    ceiling,
+    choose_removals,
+    lds,
+    lds_mean,
+    leave_one_out,
+    random_subsets,
+    removal,
+    rows_of,
+    strongest,
+)
 from psgrad.engine.influence.evaluation.retraining import seed_of
 from psgrad.engine.influence.evaluation.statistics import (
     Interval,
@@ -26,58 +36,13 @@ from psgrad.engine.influence.evaluation.statistics import (
     fitted_to,
     has_damping,
     score_matrix,
+    self_influences,
 )
 from psgrad.errors import ConfigError, InfluenceError
 
 Curves = dict[str, dict[float, float]]
-
-
-def tune(
-    evaluation: EvaluationParts,
-    fits: Fits,
-    tuning: TuningConfig,
-    subsets: Array,
-    outcomes: Array,
-    asked: Array,
-) -> tuple[Curves, dict[str, float]]:
-    """(name -> damping -> score, name -> the best damping), of the methods that have one; `fits` has them
-    with it afterwards.
-
-    A damping with which the curvature has no inverse is named, and no candidate. A compared method without
-    any candidate is left out; the config's raises InfluenceError.
-    """
-    queries, curves = evaluation.queries(asked), Curves()
-    best: dict[str, float] = {}
-    for name in [name for name, (method, _) in fits.items() if has_damping(method)]:
-        method, fitted = fits[name]
-        normalize = evaluation.normalize if name == evaluation.main else None
-        curve: dict[float, float] = {}
-        for damping in sorted(set(tuning.dampings)):
-            try:
-                changed, there = damped(method, fitted, evaluation.places(), damping)
-                scores = score_matrix(changed, there, queries, normalize, evaluation.average)
-                curve[damping] = lds_mean(scores, subsets, outcomes)
-            except InfluenceError as error:
-                evaluation.notes.append(f"no candidate for {name}: damping {damping:g}, as {error.arrived}")
-        if not curve:
-            if name == evaluation.main:
-                raise InfluenceError(
-                    f"with none of the candidate dampings {name} has scores",
-                    next_step="add larger ones to influence.evaluate.tuning.dampings",
-                )
-            del fits[name]
-            evaluation.notes.append(
-                f"left out: {name}, which has no scores with any of the candidate dampings"
-            )
-            continue
-        curves[name] = curve
-        best[name] = max(curve, key=curve.__getitem__)
-        fits[name] = damped(method, fitted, evaluation.places(), best[name])
-        if len(curve) > 1 and best[name] in (min(curve), max(curve)):
-            evaluation.notes.append(
-                f"the best damping of {name} is at the end of the candidates: {best[name]:g}"
-            )
-    return curves, best
+# Examples that are left out one at a time, for their effects to be correlated with anything.
+_FEWEST = 3
 
 
 @dataclass
@@ -154,6 +119,120 @@ def evaluate_lds(evaluation: EvaluationParts) -> Found:
     return Found(frame(rows), facts, details, curves=curves)
 
 
+def evaluate_loo(evaluation: EvaluationParts) -> Found:
+    """Leave-one-out rises by retraining."""
+    wanted, setup, n = evaluation.wanted, evaluation.setup, len(evaluation.training)
+    if n < _FEWEST:
+        raise ConfigError(
+            f"there are {n} training examples to leave out, one at a time",
+            expected=f"at least {_FEWEST}, for a correlation",
+        )
+    fits = fitted_methods(evaluation)
+    random = np.random.default_rng([wanted.seed, 4])
+    removed = choose_removals(_own_influence(evaluation, fits), wanted.removals, wanted.highest, random)
+    scores, names = all_scores(evaluation, fits, evaluation.asked)
+    left = {f"all but example {row}": np.delete(np.arange(n), row) for row in removed}
+    everything, without = outcomes_of(evaluation, left, evaluation.asked)
+    rises = np.stack(list(without.values())) - everything
+    actual = rises.mean(1)
+    found = leave_one_out(scores, removed, actual)
+    rows = []
+    for name, score in found.items():
+        values = asdict(score)
+        del values["per_query"]
+        interval = ends(values.pop("interval"))
+        rows.append({"method": name, "control": name in names, **interval, **values})
+    facts = {
+        "removals": len(removed),
+        "highest": min(wanted.highest, len(removed)),
+        "seeds": evaluation.seeds,
+        "queries": len(evaluation.asked),
+        "models": evaluation.models,
+        **ceiling_facts(rises),
+    }
+    query_ids = setup.query_reader.samples.ids[evaluation.asked]
+    points = pd.DataFrame(
+        {
+            "train_id": np.repeat(setup.run.samples.ids[setup.training_rows][removed], len(query_ids)),
+            "query_id": np.tile(query_ids, len(removed)),
+            "predicted": scores[evaluation.main][removed].ravel(),
+            "actual": actual.ravel(),
+        }
+    )
+    correlations = {name: score.per_query for name, score in found.items()}
+    return Found(frame(rows), facts, per_query(evaluation, evaluation.asked, correlations), points)
+
+
+def _own_influence(evaluation: EvaluationParts, fits: Fits) -> Array:
+    """[n]: self-influence by the config's method, or the gradient norm where that would take a solve an
+    example.
+    """
+    _, fitted = fits[evaluation.main]
+    if all(one.has_self_influence for one in fitted):
+        return self_influences(evaluation.methods[evaluation.main], fitted, evaluation.average)
+    evaluation.notes.append(
+        f"{evaluation.main} has no cheap self-influence: the removals with the highest gradient norm"
+        " are taken in its place"
+    )
+    return own_controls(evaluation.training)[NORM]
+
+
+def evaluate_removal(evaluation: EvaluationParts) -> Found:
+    """Rises of queries whose strongest proponents are left out."""
+    wanted, n = evaluation.wanted, len(evaluation.training)
+    if max(wanted.ks) >= n:
+        raise ConfigError(
+            f"influence.evaluate.ks has {max(wanted.ks)}, and there are {n} training examples",
+            expected="fewer than there are",
+        )
+    count = min(wanted.explained, len(evaluation.asked))
+    asked = np.sort(np.random.default_rng([wanted.seed, 5]).choice(evaluation.asked, count, replace=False))
+    scores, names = all_scores(evaluation, fitted_methods(evaluation), asked, only=(RANDOM, NEIGHBOUR))
+
+    def label(name: str, k: int, query: int) -> str:
+        return f"all but the {k} strongest of query {asked[query]} by {name}"
+
+    left = {
+        label(name, k, query): np.delete(np.arange(n), strongest(matrix, query, k))
+        for name, matrix in scores.items()
+        for k in wanted.ks
+        for query in range(count)
+    }
+    everything, without = outcomes_of(evaluation, left, asked)
+    whole = everything.mean(0)
+    rises = {
+        name: {
+            k: np.array([without[label(name, k, q)].mean(0)[q] - whole[q] for q in range(count)])
+            for k in wanted.ks
+        }
+        for name in scores
+    }
+    rows, details = [], []
+    for name, by_count in removal(rises, evaluation.main).items():
+        for k, score in by_count.items():
+            rows.append(
+                {
+                    "method": name,
+                    "control": name in names,
+                    "removed": k,
+                    "rise": score.rise,
+                    **ends(score.interval),
+                    "ahead": score.ahead,
+                    **ends(score.ahead_interval, "ahead_"),
+                }
+            )
+            details.append(per_query(evaluation, asked, {name: score.per_query}).assign(removed=k))
+    facts = {"queries": count, "seeds": evaluation.seeds, "models": evaluation.models}
+    return Found(frame(rows), facts, pd.concat(details, ignore_index=True))
+
+
+EVALUATIONS: dict[EvaluationKind, Callable[[EvaluationParts], Found]] = {
+    "lds": evaluate_lds,
+    "loo": evaluate_loo,
+    "removal": evaluate_removal,
+}
+
+
 # -- what they share -----------------------------------------------------------------------------------------
 
 
@@ -180,6 +259,54 @@ def _or_left_out(evaluation: EvaluationParts, name: str) -> Iterator[None]:
         evaluation.notes.append(f"left out: {name}, as {error.arrived}")
 
 
+def tune(
+    evaluation: EvaluationParts,
+    fits: Fits,
+    tuning: TuningConfig,
+    subsets: Array,
+    outcomes: Array,
+    asked: Array,
+) -> tuple[Curves, dict[str, float]]:
+    """(name -> damping -> score, name -> the best damping), of the methods that have one; `fits` has them
+    with it afterwards.
+
+    A damping with which the curvature has no inverse is named, and no candidate. A compared method without
+    any candidate is left out; the config's raises InfluenceError.
+    """
+    queries, curves = evaluation.queries(asked), Curves()
+    best: dict[str, float] = {}
+    for name in [name for name, (method, _) in fits.items() if has_damping(method)]:
+        method, fitted = fits[name]
+        normalize = evaluation.normalize if name == evaluation.main else None
+        curve: dict[float, float] = {}
+        for damping in sorted(set(tuning.dampings)):
+            try:
+                changed, there = damped(method, fitted, evaluation.places(), damping)
+                scores = score_matrix(changed, there, queries, normalize, evaluation.average)
+                curve[damping] = lds_mean(scores, subsets, outcomes)
+            except InfluenceError as error:
+                evaluation.notes.append(f"no candidate for {name}: damping {damping:g}, as {error.arrived}")
+        if not curve:
+            if name == evaluation.main:
+                raise InfluenceError(
+                    f"with none of the candidate dampings {name} has scores",
+                    next_step="add larger ones to influence.evaluate.tuning.dampings",
+                )
+            del fits[name]
+            evaluation.notes.append(
+                f"left out: {name}, which has no scores with any of the candidate dampings"
+            )
+            continue
+        curves[name] = curve
+        best[name] = max(curve, key=curve.__getitem__)
+        fits[name] = damped(method, fitted, evaluation.places(), best[name])
+        if len(curve) > 1 and best[name] in (min(curve), max(curve)):
+            evaluation.notes.append(
+                f"the best damping of {name} is at the end of the candidates: {best[name]:g}"
+            )
+    return curves, best
+
+
 def all_scores(
     evaluation: EvaluationParts, fits: Fits, asked: Array, only: Iterable[str] | None = None
 ) -> tuple[dict[str, Array], set[str]]:
@@ -194,6 +321,26 @@ def all_scores(
     beside = {name: matrix for name, matrix in beside.items() if only is None or name in only}
     evaluation.notes += [note for note in notes if note not in evaluation.notes]
     return {**scores, **beside}, set(beside)
+
+
+def outcomes_of(
+    evaluation: EvaluationParts, left: Mapping[str, Array], queries: Array
+) -> tuple[Array, dict[str, Array]]:
+    """([seeds, m]: what models of all rows measure on these queries, larger being worse; name -> the same for
+    the rows that are left). The seeds are the same for all; equal sets of rows are trained once.
+    """
+    sets = {"all examples": np.arange(len(evaluation.training)), **left}
+    first: dict[bytes, str] = {}
+    for name, rows in sets.items():
+        first.setdefault(rows.tobytes(), name)
+    jobs = [
+        Job(f"{name}, seed {repeat}", sets[name], seed_of(evaluation.wanted.seed, 0, repeat))
+        for name in first.values()
+        for repeat in range(evaluation.seeds)
+    ]
+    outcomes = evaluation.outcomes(jobs, queries).reshape(-1, evaluation.seeds, len(queries))
+    found = dict(zip(first, outcomes, strict=True))
+    return outcomes[0], {name: found[rows.tobytes()] for name, rows in left.items()}
 
 
 def ceiling_facts(outcomes: Array) -> dict[str, float | None]:

@@ -1,6 +1,5 @@
 """The parts of every evaluation: methods that are compared, a trainer, and numbers of retrained models, which
-are stored for a run that is interrupted. Also the folders of the evaluations of an influence run, and the
-results of finished ones.
+are stored for a run that is interrupted.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +18,10 @@ from torch import nn
 
 from psgrad.commands.influence_checkpoints import fresh_models
 from psgrad.commands.influence_setup import InfluenceSetup, method_from
-from psgrad.config import Config, EvaluationConfig, EvaluationKind
+from psgrad.config import Config, EvaluationConfig
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Forward
-from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
+from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
 from psgrad.engine.influence.evaluation.retraining import (
     EnsembleTrainer,
     FunctionTrainer,
@@ -37,38 +36,7 @@ from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.models.training_functions import resolve_training
 from psgrad.reports.words import duration
 from psgrad.run import RunFolder
-from psgrad.run.folders import manifest_of
 from psgrad.run.results import Progress, Say
-from psgrad.run.results.influence import EVALUATION_FILE
-from psgrad.run.results.manifest import InfluenceFacts, read_manifest
-
-
-def earlier_evaluations(config: Config, facts: InfluenceFacts) -> dict[str, dict[str, Any]]:
-    """kind -> its part of evaluation.json, of finished evaluations of the same method, measurement,
-    checkpoints and queries beside the config's output.
-    """
-    found = {}
-    for kind in get_args(EvaluationKind):
-        folder = config.output_of(kind)
-        manifest = manifest_of(folder)
-        if manifest is None or not (folder / EVALUATION_FILE).is_file():
-            continue
-        if _about(read_manifest(manifest).influence) != _about(facts):
-            continue
-        try:
-            content = json.loads((folder / EVALUATION_FILE).read_bytes())
-        except (OSError, ValueError):
-            continue
-        if isinstance(content.get(kind), dict):
-            found[kind] = content[kind]
-    return found
-
-
-def _about(facts: InfluenceFacts) -> tuple[Any, ...]:
-    """What scores and evaluations of the same thing agree in."""
-    hashes = [each.get("sha256") for each in facts.checkpoints]
-    return facts.method, facts.measurement, facts.normalize, hashes, facts.queries.get("fingerprint")
-
 
 Array = np.ndarray[Any, Any]
 Fits = dict[str, tuple[Method, list[Fitted]]]
@@ -139,14 +107,6 @@ class EvaluationParts:
         """
         asked = self.queries(queries)[0]
         rows, criterion = LoadedRows.of(asked), asked.objective.criterion
-        return self.retrained(
-            jobs, lambda members: members.measured(rows, criterion), f"queries {rows.digest()}"
-        )
-
-    def retrained(self, jobs: Sequence[Job], measure: Callable[[Members], Array], what: str) -> Array:
-        """The numbers of `measure` for the models of these jobs. `what` names them, to tell them from other
-        numbers of the same models.
-        """
         self.models += len(jobs)
         self.progress(Progress(0, len(jobs), "retraining", unit="model"))
         begun = perf_counter()
@@ -161,8 +121,8 @@ class EvaluationParts:
                 told = True
                 said = (
                     f"the other {len(jobs) - done:,} models are predicted to take {duration(predicted)};"
-                    " seeds, subsets, removals, ks and explained under influence.evaluate"
-                    " decide how many there are; an interrupted evaluation goes on from its finished models"
+                    " seeds, subsets, removals, ks and explained under influence.evaluate decide how many"
+                    " there are; an interrupted evaluation goes on from its finished models"
                 )
                 self.progress(Progress(0, 0, "evaluation", said))
             begun, before = perf_counter(), done
@@ -170,9 +130,9 @@ class EvaluationParts:
         return measured(
             jobs,
             self.train,
-            measure,
+            lambda members: members.measured(rows, criterion),
             self.store,
-            f"{self.fingerprint} {what}",
+            f"{self.fingerprint} queries {rows.digest()}",
             self.wanted.train.together,
             tell=tell,
             processes=self.setup.processes,

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import torch
 
-from psgrad.commands.evaluation_parts import earlier_evaluations
 from psgrad.commands.influence_check import check_removals, with_weight_decay
 from psgrad.commands.influence_index import open_index
 from psgrad.commands.influence_questions import answered, require_room, require_tokens, token_pairs
@@ -27,6 +26,7 @@ from psgrad.commands.influence_tables import (
     ScreenedRows,
     Warnings,
     coverage,
+    earlier_evaluations,
     query_table,
     training_table,
     warn_of_plain_mean,
@@ -37,10 +37,8 @@ from psgrad.commands.influence_tables import (
     write_tables,
 )
 from psgrad.commands.run_manifest import (
-    RunningManifest,
     describe_run,
     rank_facts_of_steps,
-    running_manifest,
 )
 from psgrad.config import Config
 from psgrad.data.previews import input_of
@@ -51,10 +49,8 @@ from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.ranking import divisor, joined_self
 from psgrad.engine.influence.solvers.solver_costs import solved_products
 from psgrad.reports.words import duration
-from psgrad.run import RunFolder
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged
-from psgrad.run.progress import LOADING, Clock, PassProgress
 from psgrad.run.results import InfluenceResult, Say
 from psgrad.run.results.influence import (
     SIGN,
@@ -64,6 +60,7 @@ from psgrad.run.results.influence import (
 )
 from psgrad.run.results.influence_details import QuestionTables, TokenPair
 from psgrad.run.results.manifest import Counts, InfluenceFacts, RunManifest
+from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
 
 # Figures of the report: how many queries, and for each how many examples of either sign.
@@ -93,47 +90,47 @@ def influence(
     Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk.
     """
     processes = OneProcess() if processes is None else processes
-    if processes.leads:
-        RunFolder.require_free(config.output, overwrite)
+    run, warnings = Run.open(config.output, processes, progress, overwrite=overwrite), Warnings(progress)
     require_searchable(config, matrix=matrix, part=False, processes=processes)
-    clock, warnings = Clock(), Warnings(progress)
-    progress(LOADING)
-    with clock("load"):
-        setup, store = loaded(config, warnings, progress, processes)
-    setup = setup.watched(PassProgress(clock, progress, processes.size))
+    with run.clock("load"):
+        setup, store = loaded(config, run, warnings)
     if not processes.leads:
-        with clock("screening"):
-            finite = without_nonfinite(setup, store, warnings)
-        scored = scored_by_all(*finite, matrix, clock, warnings, progress)
-        checked(scored, clock, warnings)
+        scored = scored_by_all(*screened(setup, store, run, warnings), matrix, run, warnings)
+        checked(scored, run, warnings)
         return None
-    with clock("self-check"):
+    with run.clock("self-check"):
         manifest = manifest_for(setup)
-    folder = RunFolder.create(config.output, overwrite)
-    with running_manifest(folder, manifest, clock) as running:
-        with clock("screening"):
-            finite = without_nonfinite(setup, store, warnings)
-        scored = scored_by_all(*finite, matrix, clock, warnings, progress)
+    with run.begin(manifest):
+        scored = scored_by_all(*screened(setup, store, run, warnings), matrix, run, warnings)
         require_unchanged(setup.run.samples.stamps)
-        result = with_tables_written(scored, running, folder, clock, warnings)
+        result = with_tables_written(scored, run, warnings)
         try:
-            removals = checked(scored, clock, warnings)
+            removals = checked(scored, run, warnings)
         except KeyboardInterrupt:
-            warnings(_CHECK_INTERRUPTED.format(folder.path))
+            warnings(_CHECK_INTERRUPTED.format(run.path))
             raise
-        return finished(replace(result, check=removals), running, folder, clock, report)
+        return finished(replace(result, check=removals), run, report)
 
 
-def loaded(
-    config: Config, warnings: Warnings, progress: Say, processes: Processes
-) -> tuple[InfluenceSetup, GradientIndex | None]:
-    """(what the run is made of, the index that answers; None without one)."""
-    setup = set_up_influence(config, warnings, progress, processes)
+AnyRun = Run[Any]
+
+
+def loaded(config: Config, run: AnyRun, warnings: Warnings) -> tuple[InfluenceSetup, GradientIndex | None]:
+    """(what the run is made of, with passes that are shown; the index that answers, None without one)."""
+    setup = set_up_influence(config, warnings, run.progress, run.processes).watched(run.passes())
     require_tokens(setup)
     if config.influence.index is None:
         return setup, None
     store = open_index(config, setup.run)
     return replace(setup, method=from_index(setup.method, store)), store
+
+
+def screened(
+    setup: InfluenceSetup, store: GradientIndex | None, run: AnyRun, warnings: Warnings
+) -> tuple[InfluenceSetup, ScreenedRows]:
+    """See `without_nonfinite`."""
+    with run.clock("screening"):
+        return without_nonfinite(setup, store, warnings)
 
 
 def manifest_for(setup: InfluenceSetup) -> RunManifest:
@@ -151,75 +148,84 @@ _CHECK_INTERRUPTED = (
 )
 
 
-def with_tables_written(
-    scored: Scored,
-    running: RunningManifest,
-    folder: RunFolder,
-    clock: Clock,
-    warnings: Warnings,
-) -> InfluenceResult:
+def with_tables_written(scored: Scored, run: AnyRun, warnings: Warnings) -> InfluenceResult:
     """The result of a run, with its tables written: all but what a check of removals adds, and the page."""
-    if described(scored.setup).predicts_removal:
+    setup, all_scores, questions = scored.setup, scored.rankings.matrix, QuestionTables()
+    scores, larger_is_worse = scored.rankings.scores, setup.measurement.sign > 0
+    predicts_removal = bool(described(setup).predicts_removal)
+    if predicts_removal:
         known = scored.queries[scored.queries["status"] == "ok"].set_index("index")["measurement"]
-        marked = marked_beyond_loss(scored.setup, scored.rankings.scores, known, warnings)
-        scored = replace(scored, rankings=replace(scored.rankings, scores=marked))
-    setup, questions = scored.setup, QuestionTables()
-    if scored.rankings.matrix is not None:
-        with clock("questions"):
-            all_scores = scored.rankings.matrix["scores"]
-            questions = answered(setup, all_scores, scored.queries, scored.training, warnings)
+        scores = marked_beyond_loss(setup, scores, known, warnings)
+    if all_scores is not None:
+        with run.clock("questions"):
+            questions = answered(setup, all_scores["scores"], scored.queries, scored.training, warnings)
+    found = facts_of(scored, run.manifest.influence, warnings.messages)
     size = setup.processes.size
-    found = replace(
-        described(setup),
-        queries=running.manifest.influence.queries,
-        unit=scored.unit,
-        fit=scored.fit,
-        search=scored.search,
-        coverage=coverage(setup.run.model, setup.views[0].training.params, scored.fit),
-        warnings=warnings.messages,
-    )
-    facts = running.add(
-        influence=found,
-        counts=scored.counts(),
-        engine=replace(
-            running.manifest.engine, processes=size if size > 1 else None, **setup.run.counts.facts()
-        ),
-        ranks=scored.ranks,
-        timings=clock.seconds,
-    )
-    with clock("tables"):
-        result = replace(
-            _result(scored, facts, folder, warnings.messages),
+    engine = replace(run.manifest.engine, processes=size if size > 1 else None, **setup.run.counts.facts())
+    facts = run.add(influence=found, counts=scored.counts(), engine=engine, ranks=scored.ranks)
+    first, examples = shown_rows(scores, scored.queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, larger_is_worse)
+    seen = setup.run.config.report.include_inputs
+    with run.clock("tables"):
+        result = InfluenceResult(
+            scores=scores,
+            queries=scored.queries,
+            training=scored.training,
+            manifest=facts,
+            folder=run.path,
+            method=setup.method.name,
+            unit=scored.unit,
+            predicts_removal=predicts_removal,
+            measurement=setup.measurement.name,
+            shown=scored.rankings.shown,
+            query_inputs={row: input_of(setup.query_reader.samples, row) for row in first} if seen else {},
+            training_inputs={row: input_of(setup.run.samples, row) for row in examples} if seen else {},
+            facts=scored.fit,
+            warnings=warnings.messages,
+            class_names=setup.run.config.data.class_names,
+            larger_is_worse=larger_is_worse,
             questions=questions,
             tokens=scored.tokens,
             evaluations=earlier_evaluations(setup.run.config, found),
         )
-        write_tables(result, scored.rankings.matrix if scored.matrix else None, folder)
-        folder.write_manifest(replace(running.manifest, state="running").content())
+        write_tables(result, all_scores if scored.matrix else None, run.folder)
+        run.write_manifest()
     return result
 
 
-def checked(scored: Scored, clock: Clock, warnings: Warnings) -> RemovalCheck | None:
+def facts_of(scored: Scored, before: InfluenceFacts, warnings: list[str]) -> InfluenceFacts:
+    """Facts about the scores for manifest.json. before: those of the beginning."""
+    setup = scored.setup
+    return replace(
+        described(setup),
+        queries=before.queries,
+        unit=scored.unit,
+        fit=scored.fit,
+        search=scored.search,
+        coverage=coverage(setup.run.model, setup.views[0].training.params, scored.fit),
+        warnings=warnings,
+    )
+
+
+def checked(scored: Scored, run: AnyRun, warnings: Warnings) -> RemovalCheck | None:
     """The check of the largest scores, by all processes together; None where there is none."""
     setup = scored.setup
     if not described(setup).predicts_removal:
         return None
-    with clock("check"), errors_of_own_method(setup.run.config.influence.method.name):
-        return check_removals(setup, scored.fitted, scored.rankings.scores, scored.own, warnings, clock.count)
+    with run.clock("check"), errors_of_own_method(setup.run.config.influence.method.name):
+        scores, own = scored.rankings.scores, scored.own
+        return check_removals(setup, scored.fitted, scores, own, warnings, run.clock.count)
 
 
-def finished(
-    result: InfluenceResult, running: RunningManifest, folder: RunFolder, clock: Clock, report: bool
-) -> InfluenceResult:
+def finished(result: InfluenceResult, run: AnyRun, report: bool) -> InfluenceResult:
     """The result with its whole manifest; plots and page are written where a report is asked for."""
     check = None if result.check is None else {**asdict(result.check), "words": result.check.words}
-    influence = replace(running.manifest.influence, check=check, warnings=result.warnings)
-    result = replace(result, manifest=running.add(influence=influence, timings=clock.seconds))
+    influence = replace(run.manifest.influence, check=check, warnings=result.warnings)
+    result = replace(result, manifest=run.add(influence=influence))
     if report:
         from psgrad.reports.influence_page import write_influence_report  # which is all that needs matplotlib
 
-        with clock("report"):
-            write_influence_report(result, folder.write_bytes)
+        with run.clock("report"):
+            write_influence_report(result, run.folder.write_bytes)
     return result
 
 
@@ -257,45 +263,50 @@ class Scored:
 
 
 def scored_by_all(
-    setup: InfluenceSetup,
-    screening: ScreenedRows,
-    matrix: bool,
-    clock: Clock,
-    warnings: Warnings,
-    progress: Say,
+    setup: InfluenceSetup, screening: ScreenedRows, matrix: bool, run: AnyRun, warnings: Warnings
 ) -> Scored:
     """What all processes compute together, of rows that are finite."""
-    wanted = setup.run.config.influence
+    wanted, clock = setup.run.config.influence, run.clock
     require_room(setup, matrix)
-    with clock("weight decay"):
-        setup = with_weight_decay(setup, screening.training.norms[screening.kept], warnings)
-    with clock("fit"), errors_of_own_method(wanted.method.name):
-        fitted = setup.method.fit_run([(view.training, view.checkpoint) for view in setup.views])
-    with clock("normalize"), errors_of_own_method(wanted.method.name):
-        divisors = None
-        if wanted.normalize != "none":
-            divisors = [divisor(each.self_influence(), wanted.normalize) for each in fitted]
-    everything, search = setup, None
-    if wanted.index_search.approximate:
-        search = searched(setup, fitted, clock, warnings, progress)
-        setup, fitted = search.setup, search.fitted
-    with clock("scores"), errors_of_own_method(wanted.method.name):
-        queries = query_table(setup, screening)
-        shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
-        rankings = rank(setup, fitted, divisors, shown, matrix or setup.keeps_all_scores, progress)
-        warn_of_unranked(setup, rankings, warnings)
-        warn_of_plain_mean(setup, rankings, warnings)
-        queries = with_agreement(queries, setup.query_rows, rankings.agreement)
-        tokens = token_pairs(setup, fitted, rankings.pairs, shown)
-    spent = setup.agreed_seconds(clock.seconds["scores"])
-    with clock("self-influence"), errors_of_own_method(wanted.method.name):
-        own = self_influence(everything, fitted, spent, warnings)
+    with errors_of_own_method(wanted.method.name):
+        with clock("weight decay"):
+            setup = with_weight_decay(setup, screening.training.norms[screening.kept], warnings)
+        with clock("fit"):
+            fitted = setup.method.fit_run([(view.training, view.checkpoint) for view in setup.views])
+        with clock("normalize"):
+            divisors = None
+            if wanted.normalize != "none":
+                divisors = [divisor(each.self_influence(), wanted.normalize) for each in fitted]
+        everything, search = setup, None
+        if wanted.index_search.approximate:
+            search = searched(setup, fitted, run, warnings)
+            setup, fitted = search.setup, search.fitted
+        with clock("scores"):
+            queries = query_table(setup, screening)
+            shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
+            keep = matrix or setup.keeps_all_scores
+            rankings = rank(setup, fitted, divisors, shown, keep, run.progress)
+            warn_of_unranked(setup, rankings, warnings)
+            warn_of_plain_mean(setup, rankings, warnings)
+            queries = with_agreement(queries, setup.query_rows, rankings.agreement)
+            tokens = token_pairs(setup, fitted, rankings.pairs, shown)
+        spent = setup.agreed_seconds(clock.seconds["scores"])
+        with clock("self-influence"):
+            own = self_influence(everything, fitted, spent, warnings)
     training = with_overall(training_table(everything, screening, own), setup.training_rows, rankings.overall)
-    facts, unit = [each.facts for each in fitted], unit_of(setup, fitted)
-    ranks = rank_facts_of_steps(setup.processes, "influence.")
-    found = None if search is None else search.facts
     return Scored(
-        *(setup, queries, training, rankings, facts, unit, ranks, matrix, tokens, found, fitted, own)
+        setup,
+        queries,
+        training,
+        rankings,
+        fit=[each.facts for each in fitted],
+        unit=unit_of(setup, fitted),
+        ranks=rank_facts_of_steps(setup.processes, "influence."),
+        matrix=matrix,
+        tokens=tokens,
+        search=None if search is None else search.facts,
+        fitted=fitted,
+        own=own,
     )
 
 
@@ -356,30 +367,3 @@ def self_influence(
             say(f"{words}; {cheaper}; self_influence: never leaves it out")
     found = [torch.cat([block.self_influence for block in each.self_influence()]) for each in fitted]
     return joined_self(setup.method, found, setup.run.config.influence.average).numpy()
-
-
-def _result(scored: Scored, facts: RunManifest, folder: RunFolder, warnings: list[str]) -> InfluenceResult:
-    setup, rankings, queries = scored.setup, scored.rankings, scored.queries
-    config, samples = setup.run.config, setup.run.samples
-    first, examples = shown_rows(
-        rankings.scores, queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, setup.measurement.sign > 0
-    )
-    seen = config.report.include_inputs
-    return InfluenceResult(
-        scores=rankings.scores,
-        queries=queries,
-        training=scored.training,
-        manifest=facts,
-        folder=folder.path,
-        method=setup.method.name,
-        unit=facts.influence.unit or "",
-        predicts_removal=bool(facts.influence.predicts_removal),
-        measurement=setup.measurement.name,
-        shown=rankings.shown,
-        query_inputs={row: input_of(setup.query_reader.samples, row) for row in first} if seen else {},
-        training_inputs={row: input_of(samples, row) for row in examples} if seen else {},
-        facts=scored.fit,
-        warnings=warnings,
-        class_names=setup.run.config.data.class_names,
-        larger_is_worse=setup.measurement.sign > 0,
-    )

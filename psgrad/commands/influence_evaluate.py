@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from psgrad.commands.evaluation_kinds import Found, evaluate_lds
-from psgrad.commands.evaluation_parts import EvaluationParts, evaluation_of
-from psgrad.commands.evaluation_sets import evaluate_loo, evaluate_removal
+from psgrad.commands.evaluation_kinds import EVALUATIONS
+from psgrad.commands.evaluation_parts import evaluation_of
 from psgrad.commands.influence import described
 from psgrad.commands.influence_setup import set_up_influence
 from psgrad.commands.influence_tables import without_nonfinite
-from psgrad.commands.run_manifest import describe_run, rank_facts_of_steps, running_manifest
+from psgrad.commands.run_manifest import describe_run, rank_facts_of_steps
 from psgrad.config import Config, EvaluationKind
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.errors import ConfigError
 from psgrad.reports.evaluation_plots import evaluation_plots
 from psgrad.run import RunFolder
-from psgrad.run.progress import Clock
-from psgrad.run.results import Progress, Say
+from psgrad.run.results import Say
 from psgrad.run.results.influence import EVALUATION_FILE, EvaluationResult, evaluation_content
+from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
-
-_EVALUATIONS: dict[EvaluationKind, Callable[[EvaluationParts], Found]] = {
-    "lds": evaluate_lds,
-    "loo": evaluate_loo,
-    "removal": evaluate_removal,
-}
 
 
 @with_code_beside
@@ -57,49 +49,33 @@ def evaluate_influence(
     Raises PsgradError for everything that can be wrong with the config, the model, the data, the training or
     the disk.
     """
-    path = output or config.output_of(kind)
     processes = OneProcess() if processes is None else processes
-    if processes.leads:
-        RunFolder.require_free(path, overwrite)
-    clock, messages = Clock(), list[str]()
+    run = Run.open(output or config.output_of(kind), processes, progress, overwrite=overwrite)
+    messages = list[str]()
 
     def say(message: str) -> None:
         messages.append(message)
-        progress(Progress(0, 0, "evaluation", message))
+        run.say("evaluation", message)
 
-    with clock("load"):
+    with run.clock("load"):
+        require_evaluable(config)
         setup = set_up_influence(config, say, progress, processes)
-        if config.data.weight is not None:
-            raise ConfigError(
-                "data.weight: models are trained again without weights",
-                expected="losses that count the same for psgrad influence --evaluate",
-                next_step="leave data.weight out here",
-            )
-        if config.data.group is not None:
-            raise ConfigError(
-                "data.group: scores of groups are not compared with training again",
-                expected="a sample a row for psgrad influence evaluate",
-                next_step="leave data.group out: rows are then evaluated one by one",
-            )
     if not processes.leads:
         setup, _ = without_nonfinite(setup, None, say)
         processes.agreed("the folder", list)
-        _EVALUATIONS[kind](evaluation_of(setup, RunFolder(path), progress))
+        EVALUATIONS[kind](evaluation_of(setup, run.folder, progress))
         rank_facts_of_steps(processes, "evaluation.")
         return None
-    with clock("self-check"):
+    with run.clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
-    with clock("screening"):
+    with run.clock("screening"):
         setup, _ = without_nonfinite(setup, None, say)
-    folder = RunFolder.create(path, overwrite)
     manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
-    with running_manifest(folder, manifest, clock) as running:
+    with run.begin(manifest):
         processes.agreed("the folder", list)
-        with clock("evaluation"):
-            evaluation = evaluation_of(setup, folder, progress)
-            found = _EVALUATIONS[kind](evaluation)
-        engine = replace(running.manifest.engine, **setup.run.counts.facts())
-        running.add(ranks=rank_facts_of_steps(processes, "evaluation."), engine=engine)
+        with run.clock("evaluation"):
+            evaluation = evaluation_of(setup, run.folder, progress)
+            found = EVALUATIONS[kind](evaluation)
         result = EvaluationResult(
             kind=kind,
             method=evaluation.main,
@@ -107,16 +83,36 @@ def evaluate_influence(
             facts=found.facts,
             details=found.details,
             unit=setup.measurement.change,
-            folder=folder.path,
+            folder=run.path,
             points=found.points,
             curves=found.curves,
             notes=[*evaluation.notes, *dict.fromkeys(messages)],
-            manifest=running.manifest,
+            manifest=run.manifest,
         )
-        facts = running.add(evaluation=evaluation_content(result), timings=clock.seconds)
+        facts = run.add(
+            ranks=rank_facts_of_steps(processes, "evaluation."),
+            engine=replace(run.manifest.engine, **setup.run.counts.facts()),
+            evaluation=evaluation_content(result),
+        )
         result = replace(result, manifest=facts)
-        write_files(result, folder)
+        write_files(result, run.folder)
     return result
+
+
+def require_evaluable(config: Config) -> None:
+    """Raises ConfigError for samples that models are not trained on again."""
+    if config.data.weight is not None:
+        raise ConfigError(
+            "data.weight: models are trained again without weights",
+            expected="losses that count the same for psgrad influence --evaluate",
+            next_step="leave data.weight out here",
+        )
+    if config.data.group is not None:
+        raise ConfigError(
+            "data.group: scores of groups are not compared with training again",
+            expected="a sample a row for psgrad influence --evaluate",
+            next_step="leave data.group out: rows are then evaluated one by one",
+        )
 
 
 def write_files(result: EvaluationResult, folder: RunFolder) -> None:

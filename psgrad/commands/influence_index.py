@@ -75,8 +75,12 @@ def influence_index(
         store = GradientIndex.join(wanted.path, description)
         processes = RowPart.of(*part, len(store.shards), 1)
     else:
-        if processes.leads:
-            store = _begun(wanted.path, description, run, resume, overwrite, update, say)
+        if processes.leads and update:
+            store = updated(GradientIndex.open(wanted.path), description, run, say)
+        elif processes.leads and resume:
+            store = GradientIndex.resume(wanted.path, description)
+        elif processes.leads:
+            store = GradientIndex.create(wanted.path, description, overwrite)
         processes.agreed("index.begun", list)
         if not processes.leads:  # the first rank has made the folder by then
             store = _made_by_first(wanted.path, description, processes)
@@ -104,22 +108,6 @@ def influence_index(
     if ranks is not None:
         folder.write_json("logs/ranks.json", ranks)
     return replace(result_of(store, clock), ranks=ranks, engine=engine)
-
-
-def _begun(
-    path: Path,
-    description: dict[str, Any],
-    run: Setup,
-    resume: bool,
-    overwrite: bool,
-    update: bool,
-    say: Callable[[str], None],
-) -> GradientIndex:
-    if update:
-        return updated(GradientIndex.open(path), description, run, say)
-    if resume:
-        return GradientIndex.resume(path, description)
-    return GradientIndex.create(path, description, overwrite)
 
 
 def _made_by_first(path: Path, description: dict[str, Any], processes: Processes) -> GradientIndex:
@@ -184,11 +172,7 @@ def open_index(config: Config, run: Setup) -> GradientIndex:
     model, data or settings.
     """
     store = GradientIndex.open(require_index(config).path)
-    expected = described_index(config, run)
-    ours, theirs = expected["fingerprint"], store.description.get("fingerprint", {})
-    for now, then in ((ours, theirs), (ours["loss"], theirs.get("loss", {}))):
-        now |= dict.fromkeys(then.keys() - now.keys())  # what it was built with, and is at its default now
-    store.require(expected)
+    store.require(described_index(config, run))
     rows = sorted({place * len(run.samples) // _COMPARED for place in range(_COMPARED)})
     require_losses(store, run, rows, StoredRows(store, 0).losses_and_square_norms()[0][rows])
     return store
@@ -255,11 +239,9 @@ def updated(
     again. Raises OutputError for an index of another model or of other settings, and one whose losses are
     others.
     """
-    same = {name: value for name, value in description.items() if name not in ("rows", "fingerprint")}
-    same["fingerprint"] = {
-        name: value for name, value in description["fingerprint"].items() if name != "data"
-    }
-    current.require(same)
+    same = {name: value for name, value in description.items() if name != "rows"}
+    data = current.description["fingerprint"]["data"]
+    current.require(same | {"fingerprint": description["fingerprint"] | {"data": data}})
     n = len(run.samples)
     for start in range(0, n, _READ):
         run.reader(start, min(start + _READ, n))

@@ -116,7 +116,7 @@ def _table(
     names = set() if wanted.where is None else set(names_in_condition(wanted.where))
     targets = None if samples.targets is None else samples.targets[rows]
     known = {"id", "index"} | (set() if targets is None else {"target", "label"})
-    if wanted.wrong or wanted.worst is not None or names - known:
+    if wanted.worst is not None or names - known:
         run = at_last()
         reader = CheckedReader(samples, run.criterion, run.class_count(run.criterion))
         options = run.stream_options(lambda _: None)
@@ -137,14 +137,6 @@ def _chosen(wanted: QueriesConfig, table: pd.DataFrame) -> np.ndarray:
     of = f"{len(table):,} rows"
     if wanted.where is not None:
         table = table[rows_where(table, wanted.where, "influence.queries.where")]
-    if wanted.wrong:
-        if "correct" not in table:
-            raise ConfigError(
-                "influence.queries.wrong: the loss compares no predicted class with a label",
-                expected="cross_entropy or nll with one class a row",
-                next_step="choose by worst, or by where with loss",
-            )
-        table = table[~table["correct"].astype(bool)]
     if wanted.worst is not None:
         table = table.sort_values("loss", ascending=False, kind="stable", na_position="first").head(
             wanted.worst

@@ -23,9 +23,9 @@ from psgrad.engine.influence.method import Fitted
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.reports.words import amount
 from psgrad.run.gradient_index import GradientIndex
-from psgrad.run.progress import Clock
 from psgrad.run.results import Progress, Say
 from psgrad.run.row_lists import RowLists, require_faiss
+from psgrad.run.run import Run
 
 Array = np.ndarray[Any, Any]
 
@@ -72,9 +72,8 @@ def require_searchable(config: Config, *, matrix: bool, part: bool, processes: P
 def searched(
     setup: InfluenceSetup,
     fitted: Sequence[Fitted],
-    clock: Clock,
+    run: Run[Any],
     warnings: Callable[[str], None],
-    progress: Say,
 ) -> Search:
     """Find the strongest rows of each query, and of all queries together; and measure for a sample of them
     which share was found.
@@ -85,8 +84,8 @@ def searched(
     (whole,) = fitted
     assert isinstance(whole, FittedRows)
     assert isinstance(whole.source, StoredRows)
-    with clock("lists"):
-        lists = _lists_of(whole, whole.source, wanted, warnings, progress)
+    with run.clock("lists"):
+        lists = _lists_of(whole, whole.source, wanted, warnings, run.progress)
     probes = wanted.probes or -(-lists.count // _SEARCHED)
     if probes > lists.count:
         raise ConfigError(
@@ -94,7 +93,7 @@ def searched(
             expected=f"at most {lists.count}, with which no row is missed",
             next_step="set fewer, or leave it out",
         )
-    with clock("search"):
+    with run.clock("search"):
         projected = whole.projected(setup.views[0].queries)
         asked = torch.cat([projected, whole.mean_query(projected)])
         most = min(top * wanted.candidates, whole.source.finite)
@@ -113,7 +112,7 @@ def searched(
         "top": top,
         "queries": len(projected),
     }
-    with clock("recall"):
+    with run.clock("recall"):
         facts |= _measured(whole, asked, found, min(wanted.sample, len(projected)), top)
     _tell(facts, warnings)
     narrowed = replace(setup, training_rows=setup.training_rows[found])

@@ -6,10 +6,11 @@ adapters, embedding, head).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -20,12 +21,15 @@ from psgrad.commands.influence_index import stored_row_norms
 from psgrad.commands.influence_queries import chosen_rows, errors_about_queries
 from psgrad.commands.influence_ranking import QueryRankings, of_all
 from psgrad.commands.influence_setup import InfluenceSetup
+from psgrad.config import Config, EvaluationKind
 from psgrad.engine.influence.method import RowNorms, row_norms
 from psgrad.errors import InfluenceError
 from psgrad.run import RunFolder
+from psgrad.run.folders import manifest_of
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.results import InfluenceResult, Progress, Say
-from psgrad.run.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, harmful_rows
+from psgrad.run.results.influence import EVALUATION_FILE, QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, harmful_rows
+from psgrad.run.results.manifest import InfluenceFacts, read_manifest
 from psgrad.wording import first_of
 
 _NAMED = 5  # rows in a warning
@@ -196,6 +200,33 @@ def write_tables(result: InfluenceResult, matrix: Mapping[str, np.ndarray] | Non
         from safetensors.numpy import save
 
         folder.write_bytes("matrix.safetensors", save(dict(matrix)))
+
+
+def earlier_evaluations(config: Config, facts: InfluenceFacts) -> dict[str, dict[str, Any]]:
+    """kind -> its part of evaluation.json, of finished evaluations of the same method, measurement,
+    checkpoints and queries beside the config's output.
+    """
+    found = {}
+    for kind in get_args(EvaluationKind):
+        folder = config.output_of(kind)
+        manifest = manifest_of(folder)
+        if manifest is None or not (folder / EVALUATION_FILE).is_file():
+            continue
+        if _about(read_manifest(manifest).influence) != _about(facts):
+            continue
+        try:
+            content = json.loads((folder / EVALUATION_FILE).read_bytes())
+        except (OSError, ValueError):
+            continue
+        if isinstance(content.get(kind), dict):
+            found[kind] = content[kind]
+    return found
+
+
+def _about(facts: InfluenceFacts) -> tuple[Any, ...]:
+    """What scores and evaluations of the same thing agree in."""
+    hashes = [each.get("sha256") for each in facts.checkpoints]
+    return facts.method, facts.measurement, facts.normalize, hashes, facts.queries.get("fingerprint")
 
 
 OTHER = "other layers"

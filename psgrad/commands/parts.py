@@ -36,7 +36,6 @@ from psgrad.commands.influence_setup import InfluenceSetup, identity_at_first, i
 from psgrad.commands.influence_tables import Warnings, with_agreement, with_overall, without_nonfinite
 from psgrad.commands.measure_setup import require_mergeable
 from psgrad.commands.run_identity import NAMES, NUMBER_OF_PARTS, reopen
-from psgrad.commands.run_manifest import running_manifest
 from psgrad.commands.setup import Setup
 from psgrad.config import Config
 from psgrad.config.reading import config_from
@@ -47,7 +46,7 @@ from psgrad.run import RunFolder
 from psgrad.run.folders import SHARDS, manifest_of, packed
 from psgrad.run.identity import digest
 from psgrad.run.input_files import require_unchanged
-from psgrad.run.progress import LOADING, Clock, PassProgress
+from psgrad.run.progress import LOADING
 from psgrad.run.results import AnalyzeResult, InfluenceResult, Progress, Say
 from psgrad.run.results.manifest import RunManifest, read_manifest
 from psgrad.run.run import Run
@@ -185,15 +184,14 @@ def influence_part(
     scores of all queries. Raises PsgradError.
     """
     require_searchable(config, matrix=matrix, part=True, processes=OneProcess())
-    clock, warnings = Clock(), Warnings(progress)
+    run, warnings = Run(config.output, OneProcess(), progress), Warnings(progress)
     progress(LOADING)
-    setup, store = loaded(config, warnings, progress, OneProcess())
+    setup, store = loaded(config, run, warnings)
     if config.influence.level == "token":
         raise ConfigError(
             "influence.level: token: the parts of a run store scores of samples",
             next_step="leave --part out, or set influence.level: sample",
         )
-    setup = setup.watched(PassProgress(clock, progress, 1))
     now = _identity(setup, count, matrix)
     manifest = replace(manifest_for(setup), identity=now, run=digest(now))
     folder = shared_folder(config.output, setup.run, manifest)
@@ -205,7 +203,7 @@ def influence_part(
     progress(Progress(0, 0, "scores", f"{len(rows):,} of {len(setup.query_rows):,} queries"))
     found = None
     if rows:
-        found = scored_by_all(_with_queries(setup, rows), screening, matrix, clock, warnings, progress)
+        found = scored_by_all(_with_queries(setup, rows), screening, matrix, run, warnings)
         require_unchanged(setup.run.samples.stamps)
     _store(folder, place, found, warnings.messages)
     return folder.path
@@ -224,20 +222,19 @@ def merge_influence(output: Path, *, report: bool = True, progress: Say = lambda
 
 @with_code_beside
 def _merged(config: Config, manifest: dict[str, Any], report: bool, progress: Say) -> InfluenceResult:
-    clock, warnings = Clock(), Warnings(progress)
+    run, warnings = Run(config.output, OneProcess(), progress), Warnings(progress)
     progress(LOADING)
-    with clock("load"):
-        setup, _ = loaded(config, warnings, progress, OneProcess())
+    with run.clock("load"):
+        setup, _ = loaded(config, run, warnings)
         then = manifest["identity"]
         require_room(setup, then[_MATRIX])
         now = _identity(setup, then[NUMBER_OF_PARTS], then[_MATRIX])
         folder = reopen(config.output, now, setup.run, alone=False, command="influence")
     assert folder is not None, "the folder has a manifest"
     parts = _stored(folder, then[NUMBER_OF_PARTS], warnings)
-    with running_manifest(folder, read_manifest(manifest), clock) as running:
+    with run.begin(read_manifest(manifest), folder):
         joined = replace(_joined(setup, parts), matrix=then[_MATRIX])
-        result = with_tables_written(joined, running, folder, clock, warnings)
-        result = finished(result, running, folder, clock, report)
+        result = finished(with_tables_written(joined, run, warnings), run, report)
     folder.drop_shards()
     return result
 

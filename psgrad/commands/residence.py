@@ -24,7 +24,7 @@ from psgrad.engine.execution.weight_sources import InMemory
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.free_memory import free_memory
 from psgrad.errors import ConfigError
-from psgrad.models.checkpoint_headers import checkpoint_files
+from psgrad.models.checkpoint_files import checkpoint_files
 from psgrad.models.model_identity import tensor_digest
 from psgrad.reports.words import amount
 

@@ -11,9 +11,8 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,17 @@ import torch
 
 from psgrad import __version__
 from psgrad.commands.setup import Setup
-from psgrad.config import Config
-from psgrad.data.image_files import folder_rows
-from psgrad.data.sources.library_datasets import library_dataset, library_hashes
-from psgrad.data.sources.source import data_files
-from psgrad.engine.execution.ranks import Processes
+from psgrad.data.sources.selection import hashes_of_files
+from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.gradients.machine import device_name
 from psgrad.run.folders import RunFolder
-from psgrad.run.input_files import sha256_of
 from psgrad.run.progress import Clock
 from psgrad.run.results.manifest import DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
+from psgrad.run.run import Run, now
 from psgrad.user_code import module_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
-
-
-def now() -> str:
-    """The time as ISO 8601, in UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def command_line() -> str | None:
@@ -124,7 +115,10 @@ def describe_run(
             origin=loaded.origin,
         ),
         data=DataFacts(
-            config.data.source, run.samples.fingerprint, _hashes_of_files(config), list(run.samples.notes)
+            config.data.source,
+            run.samples.fingerprint,
+            hashes_of_files(config.data, config.base, config.allow_download),
+            list(run.samples.notes),
         ),
         hashes=run.hashes(specs),
         engine=EngineFacts(
@@ -148,62 +142,16 @@ def describe_run(
     )
 
 
-def _hashes_of_files(config: Config) -> list[str] | None:
-    """The hash of each file of the dataset, of a folder of images that of its listing; None where the
-    dataset is not in files. Of a dataset of the datasets library that of the columns that are named.
-    """
-    if config.data.dataset is not None:
-        return library_hashes(config.data, library_dataset(config.data, config.base, config.allow_download))
-    if config.data.images is not None:
-        return [folder_rows(config.data, config.base).fingerprint]
-    if config.data.path is None:
-        return None
-    return [sha256_of(path) for path in data_files(config.data, config.base)]
-
-
-class RunningManifest:
-    """The manifest of a run that is going on; `add` has more of it said when the run ends."""
-
-    def __init__(self, manifest: RunManifest) -> None:
-        self.manifest = manifest
-
-    def add(self, **parts: Any) -> RunManifest:
-        """Say these parts of the manifest, too; returns it."""
-        self.manifest = replace(self.manifest, **parts)
-        return self.manifest
+RunningManifest = Run[OneProcess]
 
 
 @contextmanager
 def running_manifest(folder: RunFolder, manifest: RunManifest, clock: Clock) -> Iterator[RunningManifest]:
-    """Keeps manifest.json true to what has happened: running, finished, failed or interrupted. No other
-    process can replace the run meanwhile.
-
-    `created` is when the run began, whichever process continues it, and `finished` when it came to its end.
-    """
-    folder.hold()
-    before = folder.manifest()
-    running = RunningManifest(
-        replace(
-            manifest,
-            created=before.get("created") or manifest.created,
-            run=before.get("run") or manifest.run,
-        )
-    )
-    folder.write_manifest(replace(running.manifest, state="running").content())
-    try:
-        yield running
-    except BaseException as error:
-        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        counts = replace(running.manifest.counts, finished_samples=folder.rows)
-        running.add(state=state, error=str(error), counts=counts, timings=clock.seconds)
-        with suppress(Exception):  # the disk may be full, and the user must read what went wrong first
-            folder.write_manifest(running.manifest.content())
-        raise
-    else:
-        ended = replace(running.manifest, state="finished", finished=now(), timings=clock.seconds)
-        folder.write_manifest(ended.content())
-    finally:
-        folder.let_go()
+    """A run in a folder that is there, with its manifest; see `Run.begin`."""
+    run = Run(folder.path, OneProcess(), lambda _: None)
+    run.clock = clock
+    with run.begin(manifest, folder):
+        yield run
 
 
 @dataclass

@@ -15,8 +15,6 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from psgrad.config import DataConfig
-from psgrad.data.image_files import folder_rows
-from psgrad.data.sources.library_datasets import library_dataset, library_hashes
 from psgrad.data.sources.selection import (
     ROW_SUFFIXES,
     Record,
@@ -24,13 +22,13 @@ from psgrad.data.sources.selection import (
     Rows,
     content_of,
     has_whole_rows,
+    hashes_of_files,
     whole_rows,
 )
 from psgrad.data.sources.source import data_files
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
 from psgrad.run.durable_files import write_atomically
 from psgrad.run.finished import finished_manifest, require_there
-from psgrad.run.input_files import sha256_of
 from psgrad.run.results.analyze import rows_where
 from psgrad.run.results.manifest import RunManifest
 
@@ -187,15 +185,8 @@ def _unchanged(run: Path, manifest: RunManifest, data: DataConfig, base: Path) -
             cause="the run's config was named by a relative path" if relative else None,
             next_step="call psgrad select in the folder where the run was made" if relative else None,
         )
-    if data.images is not None:
-        now = [folder_rows(data, base).fingerprint]
-    elif data.dataset is not None:
-        now = library_hashes(data, library_dataset(data, base))
-    elif data.path is not None:
-        now = [sha256_of(file) for file in files]
-    else:
-        return files  # code makes the rows: nothing is read again
-    if now != manifest.data.files:
+    now = hashes_of_files(data, base)  # None where code makes the rows: nothing is read again
+    if now is not None and now != manifest.data.files:
         raise DataError(
             f"the files of the dataset, {', '.join(map(str, files[:3])) or data.source}, are not those of the"
             f" run in {run}",

@@ -5,7 +5,6 @@ there and to fit the model before any work, and loaded when asked for.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,8 +31,9 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.builtin.outputs import summary_for
 from psgrad.engine.measures.measure import CheckpointModel
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.models.checkpoint_headers import require_checkpoint
+from psgrad.models.checkpoint_files import require_checkpoint
 from psgrad.models.factory import checkpoint_hash
+from psgrad.models.model_identity import identify
 
 Loss = Callable[..., Any]
 
@@ -217,7 +217,7 @@ def checkpoint_models(run: Setup) -> list[CheckpointModel]:
     met: dict[str, Path] = {}
     for path in paths:
         section = run.config.model.model_copy(update={"checkpoint": path})
-        weights = _digest(run.another(section, in_files=run.supply is not None).model)
+        weights = identify(run.another(section, in_files=run.supply is not None).model).weights_sha256
         if weights in met:
             raise same_weights(met[weights], path, "analyze.checkpoints")
         met[weights] = path
@@ -264,12 +264,3 @@ def at_weights(objective: Objective, model: nn.Module, path: object) -> Objectiv
             cause="a folder of another model, or an adapter where the config has none",
         )
     return found
-
-
-def _digest(model: nn.Module) -> str:
-    """A hash of the model's weights; not of the file, into which torch.save writes its name."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, value in model.state_dict().items():
-        digest.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -160,31 +160,38 @@ def _look_at_stored(config: Config, found: Validation) -> int | None:
 
 def _make_plugins(config: Config, found: Validation) -> None:
     """Make the measures, detectors and methods with their options, import the code of one's own, and see that
-    all checkpoints and libraries are there.
+    all checkpoints and libraries are there. What a config does not name is not imported.
     """
-    from psgrad.commands.influence_setup import method_from
-    from psgrad.commands.measure_setup import measures_of
-    from psgrad.models.checkpoint_headers import require_checkpoint
-    from psgrad.quality.detector import detector_from
-    from psgrad.run.row_lists import require_faiss
-    from psgrad.user_code import resolve
+    analyze, influence, base = config.analyze, config.influence, config.base
+    if analyze.measures:
+        from psgrad.commands.measure_setup import measures_of
 
-    influence, base = config.influence, config.base
-    with found.problems_at("analyze.measures"):
-        measures_of(config)
-    for detector in config.analyze.outliers.detectors:
+        with found.problems_at("analyze.measures"):
+            measures_of(config)
+    for detector in analyze.outliers.detectors:
+        from psgrad.quality.detector import detector_from
+
         with found.problems_at("analyze.outliers.detectors"):
             detector_from(detector.name, detector.options, base)
-    for method in (influence.method, *influence.evaluate.methods):
-        with found.problems_at("influence"):
-            method_from(method, base)
-    with found.problems_at("influence.index_search"):
-        if influence.index_search.approximate:
+    if "influence" in config.model_fields_set:
+        from psgrad.commands.influence_setup import method_from
+
+        for method in (influence.method, *influence.evaluate.methods):
+            with found.problems_at("influence"):
+                method_from(method, base)
+    if influence.index_search.approximate:
+        from psgrad.run.row_lists import require_faiss
+
+        with found.problems_at("influence.index_search"):
             require_faiss()
     for where, spec in _code_of(config).items():
+        from psgrad.user_code import resolve
+
         with found.problems_at(where):
             resolve(spec, base)
-    for path in [*(config.analyze.checkpoints or []), *(each.path for each in influence.checkpoints or [])]:
+    for path in [*(analyze.checkpoints or []), *(each.path for each in influence.checkpoints or [])]:
+        from psgrad.models.checkpoint_files import require_checkpoint
+
         with found.problems_at("checkpoints"):
             require_checkpoint(base / path)
 

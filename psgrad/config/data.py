@@ -251,7 +251,7 @@ class DataConfig(ConfigSection):
             )
 
 
-_CHOICES = ("rows", "ids", "where", "wrong", "worst")
+_CHOICES = ("rows", "ids", "where", "worst")
 QUERY_NAMES = ("id", "index", "target", "label", "loss", "prediction", "confidence", "correct")
 """The columns that influence.queries.where can name; label is another name of target."""
 
@@ -265,9 +265,14 @@ class QueriesConfig(DataConfig):
     """The queries: a dataset of their own, described as `data` is, whose keys it has where it leaves them
     out; without a source of their own, they are rows of the training data.
 
-    `rows` or `ids` are the rows to ask about, of which `where`, `wrong` and `worst`, in this order, keep
+    `rows` or `ids` are the rows to ask about, of which `where` and `worst`, in this order, keep
     some; left out, all of them.
     """
+
+    not_taken: ClassVar[Mapping[str, str]] = {
+        **DataConfig.not_taken,
+        "wrong": "set where: not correct",
+    }
 
     rows: list[Annotated[int, Field(ge=0)]] | None = None
     """The rows that are queries, counted from 0; left out, all of them."""
@@ -275,8 +280,6 @@ class QueriesConfig(DataConfig):
     """In place of rows: the ids of the rows that are queries."""
     where: Annotated[str, AfterValidator(_query_condition)] | None = None
     """A condition on id, index, target (or label), loss, prediction, confidence and correct."""
-    wrong: bool = False
-    """Only rows whose predicted class is another than their label."""
     worst: Annotated[int, Field(ge=1)] | None = None
     """Take only this number of rows, those with the largest loss."""
 
@@ -308,7 +311,7 @@ class QueriesConfig(DataConfig):
             self._check_columns()
         elif not self.choice_given:
             raise ValueError(
-                "neither path, dataset, images, factory nor rows, ids, where, wrong, worst says what the"
+                "neither path, dataset, images, factory nor rows, ids, where, worst says what the"
                 " queries are; leave queries out to ask about all training rows"
             )
         return self
@@ -316,7 +319,7 @@ class QueriesConfig(DataConfig):
     @property
     def choice_given(self) -> set[str]:
         """The keys that choose among rows, those that are given."""
-        return {key for key in _CHOICES if getattr(self, key) not in (None, False)}
+        return {key for key in _CHOICES if getattr(self, key) is not None}
 
     @model_validator(mode="after")
     def _each_row_once(self) -> QueriesConfig:

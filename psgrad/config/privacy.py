@@ -125,7 +125,7 @@ class PrivacyConfig(ConfigSection):
     clipping: ClippingConfig
     """The bound on each record's gradient."""
     noise: NoiseConfig
-    """The amount of noise, and its generator."""
+    """The amount of noise."""
     optimizer: OptimizerConfig
     """The optimiser that uses the noisy gradient."""
     budget: BudgetConfig | None = None

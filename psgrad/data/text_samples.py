@@ -130,7 +130,7 @@ class TextSamples(Samples):
         """
         if missing and asked == list(range(asked[0], asked[-1] + 1)):
             missing = list(range(missing[0], min(len(self), -(-(asked[-1] + 1) // BLOCK) * BLOCK)))
-        made = {}
+        made: dict[int, EncodedRow] = {}
         for start in range(0, len(missing), BLOCK):
             part = missing[start : start + BLOCK]
             made.update(zip(part, self._encoded(part), strict=True))

@@ -1,145 +1,22 @@
-"""State dicts out of checkpoint files, which are never code, and into models, which they must fit exactly."""
+"""The tensors of a state dict put into a model, which they must fit exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor, nn
 
 from psgrad.config import nearest
-from psgrad.errors import CheckpointError, ConfigError
-from psgrad.models.checkpoint_headers import (
-    checkpoint_kind,
-    damaged_safetensors,
-    weight_map,
-)
+from psgrad.errors import CheckpointError
 from psgrad.models.in_files import fill_from_files
-from psgrad.models.torch_files import (
-    Inert,
-    TorchFile,
-    holds_code,
-    read_distributed,
-    read_torch,
-    refers_to,
-)
-from psgrad.run.input_files import require_file
 from psgrad.wording import first_of
 
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # put there by DataParallel, torch.compile and Lightning
 _SHOWN = 10
 _DEEPEST = 4  # wrappers around one another
-
-# -- Reading -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StateDict:
-    """The tensors of a checkpoint by name, on the CPU. notes: what of it was chosen or left out."""
-
-    tensors: dict[str, Tensor]
-    notes: tuple[str, ...] = ()
-
-
-def read_checkpoint(path: Path, key: str | None = None) -> StateDict:
-    """What a checkpoint holds; nothing in the file is ever executed.
-
-    `.safetensors`, `.safetensors.index.json` (sharded), folders of torch.distributed.checkpoint, and `.pt`,
-    `.pth`, `.ckpt` as torch.save writes them. `key` names the state dict inside a larger object, dotted where
-    it lies deeper. Raises ConfigError for a path that is no checkpoint, CheckpointError for a file that can't
-    be read, or only by running it.
-    """
-    kind = checkpoint_kind(path, key)
-    if kind == "distributed":
-        return StateDict(read_distributed(path, key))
-    if kind != "torch":
-        return StateDict(_read_sharded(path) if kind == "index" else _read_safetensors(path))
-    file = read_torch(path)
-    chosen = _only_candidate(file.content) if key is None else None
-    notes = [f"took the weights {chosen!r} of {path.name}"] if chosen is not None else []
-    if file.left_out:
-        notes.append(f"left out objects of {path.name} that are code: {', '.join(file.left_out[:_SHOWN])}")
-    return StateDict(state_dict_in(file, key if chosen is None else chosen, path), tuple(notes))
-
-
-def _read_safetensors(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    try:
-        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
-    except Exception as error:  # the library raises a dozen types for a damaged file
-        raise damaged_safetensors(path, error) from error
-
-
-def _read_sharded(index: Path) -> dict[str, Tensor]:
-    names_of: dict[str, list[str]] = {}
-    for name, shard in weight_map(index).items():
-        names_of.setdefault(shard, []).append(name)
-    paths = {shard: require_file(index.parent / shard, "shard", CheckpointError) for shard in names_of}
-    state_dict: dict[str, Tensor] = {}
-    for shard, names in names_of.items():
-        state_dict |= _read_safetensors(paths[shard], names)
-    return state_dict
-
-
-_CANDIDATES = ("state_dict", "model_state_dict")
-
-
-def _only_candidate(loaded: object) -> str | None:
-    """The one of the usual keys below which there is a state dict; None where there is none, or several."""
-    if _is_state_dict(loaded) or not isinstance(loaded, dict):
-        return None
-    found = [key for key in _CANDIDATES if _is_state_dict(loaded.get(key))]
-    return found[0] if len(found) == 1 else None
-
-
-def state_dict_in(file: TorchFile, key: str | None, path: Path) -> dict[str, Tensor]:
-    """The state dict in what was read of `path`, at `key`. Raises ConfigError and CheckpointError."""
-    loaded = file.content
-    found = loaded if key is None else _at(loaded, key)
-    if _is_state_dict(found):
-        return dict(found)  # type: ignore[call-overload, no-any-return]
-    if isinstance(found, Inert) or (file.left_out and not _keys_of_state_dicts(loaded)):
-        raise holds_code(path, refers_to(file.left_out))
-    if key is not None and found is None:
-        raise ConfigError(f"the checkpoint {path} has no {key!r}", next_step=_keys_to_name(loaded))
-    what = f"{key!r} in the checkpoint {path}" if key is not None else f"the checkpoint {path}"
-    raise CheckpointError(
-        f"{what} is no state dict", expected="tensors by name", next_step=_keys_to_name(loaded)
-    )
-
-
-def _at(loaded: object, key: str) -> object:
-    """What lies at a key, or at a dotted path of keys; None where there is nothing."""
-    if not isinstance(loaded, dict) or key in loaded:
-        return loaded[key] if isinstance(loaded, dict) else None
-    first, dot, rest = key.partition(".")
-    return _at(loaded.get(first), rest) if dot else None
-
-
-def _is_state_dict(value: object) -> bool:
-    if not isinstance(value, dict) or not value:
-        return False
-    return all(isinstance(name, str) and isinstance(each, Tensor) for name, each in value.items())
-
-
-def _keys_of_state_dicts(loaded: object) -> list[str]:
-    if not isinstance(loaded, dict):
-        return []
-    return [str(key) for key, value in loaded.items() if _is_state_dict(value)]
-
-
-def _keys_to_name(loaded: object) -> str:
-    keys, usable = list(loaded) if isinstance(loaded, dict) else [], _keys_of_state_dicts(loaded)
-    if usable:
-        return f"set model.state_dict_key to the state dict that you mean: {', '.join(usable[:_SHOWN])}"
-    return f"it holds {', '.join(map(repr, keys[:_SHOWN])) if keys else f'a {type(loaded).__name__}'}"
-
-
-# -- Loading -------------------------------------------------------------------------------------------------
 
 
 def load_into(

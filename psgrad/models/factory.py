@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -16,14 +15,14 @@ from torch.nn.parameter import is_lazy
 from psgrad.config import ModelConfig, did_you_mean
 from psgrad.errors import ConfigError, ModelError
 from psgrad.models.adapters import Adapted, with_adapters
-from psgrad.models.checkpoint_headers import checkpoint_files, require_checkpoint
-from psgrad.models.checkpoints import StateDict, load_into, read_checkpoint
+from psgrad.models.checkpoint_files import StateDict, checkpoint_files, read_checkpoint, require_checkpoint
+from psgrad.models.checkpoints import load_into
 from psgrad.models.hub import library
 from psgrad.models.in_files import built_without_memory, tensors_in_files
-from psgrad.models.model_folders import adapter_weights, weight_files, weights_file
+from psgrad.models.model_folders import SETTINGS, adapter_weights, weights_file
 from psgrad.models.pretrained import Pretrained, load_pretrained, pick_for
 from psgrad.models.quantised import require_frozen, require_whole
-from psgrad.run.input_files import sha256_of
+from psgrad.run.identity import files_sha256
 from psgrad.run.results.manifest import ModelOrigin
 from psgrad.user_code import call_factory, module_of
 from psgrad.wording import first_line, first_of
@@ -171,7 +170,7 @@ def _from_pretrained(
         adapted.model,
         [*found.notes, *adapted.notes],
         found.modules_imported,
-        hash_of_files([*weight_files(found.weights), *adapted.weights]),
+        files_sha256([*checkpoint_files(found.weights), *adapted.weights]),
         pick_for(found.pretrained.task, found.pretrained.config, adapted.virtual),
         found.pretrained,
         origin,
@@ -199,17 +198,11 @@ def _built(config: ModelConfig, base: Path) -> nn.Module:
 
 def checkpoint_hash(path: Path) -> str:
     """The SHA-256 of a checkpoint: of its file, or of its files' hashes."""
-    if (path / "adapter_config.json").is_file():
-        return sha256_of(adapter_weights(path))
-    if (path / "config.json").is_file():
-        return hash_of_files(weight_files(weights_file(path)))
-    return hash_of_files(checkpoint_files(path))
-
-
-def hash_of_files(files: Sequence[Path]) -> str:
-    """The SHA-256 of a file, or of the hashes of several."""
-    hashes = [sha256_of(file) for file in files]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    if (path / SETTINGS).is_file():
+        path = adapter_weights(path)
+    elif (path / "config.json").is_file():
+        path = weights_file(path)
+    return files_sha256(checkpoint_files(path))
 
 
 def _require_usable_parameters(model: nn.Module, factory: str) -> None:

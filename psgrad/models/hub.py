@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,7 +46,10 @@ def library(name: str, extra: str = "hugging-face") -> ModuleType:
         with _no_fetched_kernels() if name in ("bitsandbytes", "peft") else nullcontext():
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise not_installed(error.name or name, extra) from error
+        raise ModelError(
+            f"{error.name or name} is not installed, and this config needs it",
+            next_step=f"install it with psgrad: pip install 'psgrad[{extra}]'",
+        ) from error
 
 
 @contextmanager
@@ -64,14 +68,6 @@ def _no_fetched_kernels() -> Iterator[None]:
         del sys.modules["kernels"]
         if module is not None:
             sys.modules["kernels"] = module
-
-
-def not_installed(name: str, extra: str) -> ModelError:
-    """What is said of a library that is missing."""
-    return ModelError(
-        f"{name} is not installed, and this config needs it",
-        next_step=f"install it with psgrad: pip install 'psgrad[{extra}]'",
-    )
 
 
 def is_hub_id(name: str) -> bool:
@@ -105,7 +101,6 @@ def located(
     if folder.exists():
         raise ConfigError(
             f"{key}: {folder} is a file",
-            expected="a folder as save_pretrained writes it, or a hub id",
             next_step="name the folder that the file lies in",
         )
     if not is_hub_id(name):
@@ -123,7 +118,6 @@ def located(
     raise ConfigError(
         f"{key}: there is no folder {folder}, and the hub id {name!r}{at} is not in the local cache"
         f" {hub.constants.HF_HUB_CACHE}",
-        cause="a misspelt folder, or a model that was never downloaded on this machine, or only in part",
         next_step=(
             f"set allow_download: true to fetch its files {', '.join(FILES)} from {hub.constants.ENDPOINT};"
             f" `hf download {name} --dry-run` lists them with their sizes"
@@ -132,44 +126,27 @@ def located(
 
 
 def _downloaded(hub: ModuleType, name: str, revision: str | None, key: str) -> LocalFolder:
-    fetched = what_is_fetched(name, revision, key)
+    """The snapshot of a hub id, its files fetched into the cache. Raises ConfigError."""
+    fetch = partial(hub.snapshot_download, name, revision=revision, allow_patterns=list(FILES))
     try:
-        found = Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
-    except Exception as error:
-        raise _not_fetched(name, key, error) from error
-    return LocalFolder(found, found.name, f"downloaded {fetched}")
-
-
-def what_is_fetched(name: str, revision: str | None, key: str) -> str:
-    """The files of a hub id that are not in the local cache, with their sizes, in words; it asks the hub, and
-    downloads nothing. Raises ConfigError.
-    """
-    hub = library("huggingface_hub")
-    try:
-        planned = hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES), dry_run=True)
+        fetched = [file for file in fetch(dry_run=True) if file.will_download]
+        folder = Path(fetch())
     except Exception as error:  # of the network, the hub and its permissions there are two dozen
-        raise _not_fetched(name, key, error) from error
-    fetched = [file for file in planned if file.will_download]
+        raise ConfigError(
+            f"{key}: the hub id {name!r} can't be downloaded: {first_line(error)}",
+            next_step=f"run `hf download {name}` to see more; `hf auth login` for gated ones",
+        ) from error
     size = sum(file.file_size for file in fetched)
     listed = first_of([f"{file.filename} ({file.file_size:,} bytes)" for file in fetched], 10)
-    return f"{len(fetched)} files of {name}, {size:,} bytes: {listed}"
-
-
-def _not_fetched(name: str, key: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"{key}: the hub id {name!r} can't be downloaded: {first_line(error)}",
-        cause="no network, a private or gated repository, or a misspelt id",
-        next_step=f"run `hf download {name}` to see more; `hf auth login` for gated ones",
-    )
+    words = f"downloaded {len(fetched)} files of {name}, {size:,} bytes: {listed}"
+    return LocalFolder(folder, folder.name, words)
 
 
 def _cached(hub: ModuleType, name: str, revision: str | None) -> Path | None:
     """The snapshot in the local cache, whole or in part; None where there is none."""
-    patterns = list(FILES)
+    options = {"revision": revision, "local_files_only": True, "allow_patterns": list(FILES)}
     try:
-        return Path(
-            hub.snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=patterns)
-        )
+        return Path(hub.snapshot_download(name, **options))
     except hub.errors.IncompleteSnapshotError as error:
         return Path(error.snapshot_path)
     except (OSError, ValueError):  # LocalEntryNotFoundError is an OSError

@@ -24,7 +24,7 @@ from psgrad.engine.transforms.private_torch import (
     tree_leaves,
 )
 from psgrad.engine.transforms.tracer import tensors_in
-from psgrad.models.checkpoint_headers import checkpoint_header, checkpoint_kind, weight_map
+from psgrad.models.checkpoint_files import checkpoint_kind, shards_of, tensor_kinds
 
 _DTYPES = {
     "F64": torch.float64,
@@ -41,28 +41,25 @@ def tensors_in_files(path: Path) -> dict[str, Tensor] | None:
 
     Raises ConfigError and CheckpointError for a file that is no whole checkpoint.
     """
-    kind = checkpoint_kind(path)
-    if kind not in ("safetensors", "index"):
+    if checkpoint_kind(path) not in ("safetensors", "index"):
         return None
-    headers = checkpoint_header(path)
-    assert headers is not None
-    if any(header.dtype not in _DTYPES for header in headers.values()):
+    kinds = tensor_kinds(path)
+    if any(dtype not in _DTYPES for dtype, _ in kinds.values()):
         return None
-    shards = weight_map(path) if kind == "index" else dict.fromkeys(headers, path.name)
     found: dict[str, Tensor] = {}
-    for shard in dict.fromkeys(shards.values()):
-        file = path.parent / shard
+    for file, names in shards_of(path).items():
         begins, offsets = _offsets(file)
         weights = WeightFile(file)
-        for name in (name for name, other in shards.items() if other == shard):
-            dtype = _DTYPES[headers[name].dtype]
-            found[name] = Stored(InFile(weights, begins + offsets[name], headers[name].shape, dtype), dtype)
+        for name in offsets if names is None else names:
+            dtype, shape = kinds[name]
+            source = InFile(weights, begins + offsets[name], shape, _DTYPES[dtype])
+            found[name] = Stored(source, _DTYPES[dtype])
     return found
 
 
 def _offsets(file: Path) -> tuple[int, dict[str, int]]:
-    """(where the numbers begin, name -> the first byte from there on). Source: the file format,
-    https://github.com/huggingface/safetensors#format.
+    """(where the numbers begin, name -> the first byte from there on), which the library does not tell.
+    Source: the file format, https://github.com/huggingface/safetensors#format.
     """
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")

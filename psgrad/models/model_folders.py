@@ -1,6 +1,5 @@
 """The folders of models and of adapters as save_pretrained writes them, before anything is loaded: their
-settings, the files of their weights, and whether an adapter fits the base model. No torch, but for the
-type of pickled weights.
+settings, the files of their weights, and whether an adapter fits the base model.
 """
 
 from __future__ import annotations
@@ -13,15 +12,17 @@ from typing import Any
 
 from psgrad.config.model import ModelConfig
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.models.checkpoint_headers import (
-    TensorHeader,
-    checkpoint_header,
+from psgrad.models.checkpoint_files import (
+    checkpoint_files,
     json_content,
+    read_torch,
     require_plain_archive,
-    weight_map,
+    shards_of,
+    state_dict_in,
+    tensor_kinds,
 )
 from psgrad.models.hub import LocalFolder, is_hub_id
-from psgrad.run.input_files import require_file, sha256_of
+from psgrad.run.identity import files_sha256
 
 NAMES = (
     "model.safetensors",
@@ -29,34 +30,39 @@ NAMES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+SETTINGS = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _SHOWN = 8
 # Tensors that belong to weights of fewer bits, as bitsandbytes names them.
 _OF_BITS = ("absmax", "quant_map", "SCB")
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# The ends of the names of the classes that do a task; one that ends otherwise may be any.
+_ENDS: Mapping[str, tuple[str, ...]] = {
+    "sequence-classification": ("ForSequenceClassification",),
+    "regression": ("ForSequenceClassification",),
+    "token-classification": ("ForTokenClassification",),
+    "causal-lm": ("ForCausalLM", "LMHeadModel"),
+    "masked-lm": ("ForMaskedLM",),
+    "seq2seq-lm": ("ForConditionalGeneration", "ForSeq2SeqLM"),
+    "image-classification": ("ForImageClassification",),
+    "multiple-choice": ("ForMultipleChoice",),
+    "question-answering": ("ForQuestionAnswering",),
+}
 
 
 def require_model_folder(folder: Path) -> None:
     """Raises ConfigError for a folder without config.json, and for an adapter's folder."""
+    is_adapter = (folder / SETTINGS).is_file()
     if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            cause = "this is the folder of an adapter, which lies on top of another model"
-            step = "name the base model in model.pretrained, and this folder in model.adapter"
+        step = "save it with model.save_pretrained(folder); for other weights, use model.factory"
+        if is_adapter:
+            step = "name the base model in model.pretrained, and this folder of an adapter in model.adapter"
         elif inner := [each.parent.name for each in sorted(folder.glob("*/config.json"))]:
-            cause = f"it holds folders of models: {', '.join(inner[:_SHOWN])}"
-            step = "name one of them"
-        else:
-            cause = "another folder, or a model that was not saved by save_pretrained"
-            step = "save it with model.save_pretrained(folder); for other weights, use model.factory"
+            step = f"name one of the folders of models in it: {', '.join(inner[:_SHOWN])}"
+        raise ConfigError(f"model.pretrained: the folder {folder} has no config.json", next_step=step)
+    if is_adapter:
         raise ConfigError(
-            f"model.pretrained: the folder {folder} has no config.json",
-            expected="a folder as save_pretrained writes it",
-            cause=cause,
-            next_step=step,
-        )
-    if (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"model.pretrained: the folder {folder} holds a model and an adapter (adapter_config.json)",
-            cause="transformers would put the adapter in without a word",
+            f"model.pretrained: the folder {folder} holds a model and an adapter ({SETTINGS})",
             next_step="move the adapter to a folder of its own, and name it in model.adapter",
         )
 
@@ -76,61 +82,58 @@ def config_of(folder: Path) -> dict[str, Any]:
     return content
 
 
-def weights_file(folder: Path) -> Path:
-    """The file of a folder's weights, or the index of its shards, in the order in which transformers looks
-    for them. Raises CheckpointError where there is none, and where it is damaged.
+def require_head(model: ModelConfig, folder: Path) -> None:
+    """Raises CheckpointError for a folder of a model with the head of another task, whose weights may fit by
+    their names and shapes.
     """
-    found = next((folder / name for name in NAMES if (folder / name).exists()), None)
+    saved, task = saved_as(folder), str(model.task)
+    others = [end for name, ends in _ENDS.items() for end in ends if end not in _ENDS[task]]
+    if saved is not None and saved.endswith(tuple(others)) and task != "causal-lm":
+        raise CheckpointError(
+            f"model.task is {task}, and the folder {folder} was saved as {saved}, whose head is another",
+            next_step="name the fine-tuned folder, or set model.task to what it was trained for",
+        )
+
+
+def weights_file(folder: Path, names: tuple[str, ...] = NAMES, what: str = "folder") -> Path:
+    """The file of a folder's weights, or the index of its shards, in the order in which libraries look for
+    them. Raises CheckpointError where there is none, and where it is damaged. what: a word for the folder.
+    """
+    found = next((folder / name for name in names if (folder / name).exists()), None)
     if found is None:
         others = sorted(path.name for path in folder.iterdir() if path.is_file())
         raise CheckpointError(
-            f"the folder {folder} has no weights",
-            expected=f"one of {', '.join(NAMES)}",
-            cause=f"an interrupted copy or download; it holds {', '.join(others[:8])}",
+            f"the {what} {folder} has no weights, but {', '.join(others[:_SHOWN]) or 'no files'}",
+            expected=f"one of {', '.join(names)}",
+            next_step="copy or download it again, to its end",
         )
-    weight_headers(found)
+    if ".bin" not in found.name:
+        tensor_kinds(found)
+    else:
+        for file in shards_of(found):
+            require_plain_archive(file)
     return found
 
 
-def weight_headers(path: Path, what: str = "weights") -> dict[str, TensorHeader] | None:
-    """Type and shape of each tensor; None for pickled weights, of which only the outside is checked. what:
-    the word for the file in messages.
-    """
-    if ".bin" not in path.name:
-        return checkpoint_header(path)
-    for each in weight_files(path):
-        require_plain_archive(require_file(each, what, CheckpointError))
-    return None
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The files of the weights: the file itself, or the index and its shards."""
-    if path.suffix != ".json":
-        return [path]
-    suffix = ".bin" if ".bin." in path.name else ".safetensors"
-    return [path, *(path.parent / shard for shard in sorted(set(weight_map(path, suffix).values())))]
+def adapter_weights(folder: Path) -> Path:
+    """The file of an adapter's weights. Raises CheckpointError where there is none or it is damaged."""
+    return weights_file(folder, WEIGHTS, "adapter's folder")
 
 
 def precision_of_weights(path: Path) -> str:
     """The floating-point type of most numbers of the weights, such as bfloat16; config.json may be of another
     copy.
     """
-    headers = weight_headers(path)
     counts: Counter[str] = Counter()
-    if headers is not None:
-        for name, tensor in headers.items():
-            if tensor.dtype in _FLOATS and not name.endswith(_OF_BITS):
-                counts[_FLOATS[tensor.dtype]] += math.prod(tensor.shape)
-    else:
-        from psgrad.models.checkpoints import state_dict_in
-        from psgrad.models.torch_files import read_torch
-
-        for file in weight_files(path):
-            if file.suffix == ".json":
-                continue
+    if ".bin" in path.name:
+        for file in shards_of(path):
             for value in state_dict_in(read_torch(file, "meta"), None, file).values():
                 if value.is_floating_point():
                     counts[str(value.dtype).removeprefix("torch.")] += value.numel()
+    else:
+        for name, (dtype, shape) in tensor_kinds(path).items():
+            if dtype in _FLOATS and not name.endswith(_OF_BITS):
+                counts[_FLOATS[dtype]] += math.prod(shape)
     return counts.most_common(1)[0][0] if counts else "float32"
 
 
@@ -143,40 +146,18 @@ def automatic_precision(saved: str) -> str:
     return "float32" if saved == "float16" else saved
 
 
-SETTINGS = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-
-
 def read_adapter_settings(folder: Path) -> dict[str, Any]:
     """A folder's adapter_config.json. Raises ConfigError without one, CheckpointError for a damaged one."""
     path = folder / SETTINGS
     if not path.is_file():
-        raise ConfigError(
-            f"model.adapter: the folder {folder} has no {SETTINGS}",
-            expected="the folder of an adapter as peft's save_pretrained writes it",
-            cause=(
-                "it holds a whole model: name it in model.pretrained"
-                if (folder / "config.json").exists()
-                else "another folder"
-            ),
-        )
+        step = "name the folder of an adapter, as peft's save_pretrained writes it"
+        if (folder / "config.json").exists():
+            step = "it holds a whole model: name it in model.pretrained"
+        raise ConfigError(f"model.adapter: the folder {folder} has no {SETTINGS}", next_step=step)
     content: dict[str, Any] = json_content(path)
     if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
         raise CheckpointError(f"{path} names no peft_type", expected="a file that peft wrote")
     return content
-
-
-def adapter_weights(folder: Path) -> Path:
-    """The file of an adapter's weights. Raises CheckpointError where there is none or it is damaged."""
-    found = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
-    if found is None:
-        raise CheckpointError(
-            f"the adapter's folder {folder} has no weights",
-            expected=f"one of {', '.join(WEIGHTS)}",
-            cause="an interrupted copy or download",
-        )
-    weight_headers(found, "adapter")
-    return found
 
 
 def base_notes(
@@ -211,9 +192,7 @@ def base_notes(
 def _same_weights(one: Path, other: Path) -> bool:
     """Whether two folders hold the same weights: files of the same content."""
     try:
-        files = [weight_files(weights_file(folder)) for folder in (one, other)]
+        ours, theirs = (checkpoint_files(weights_file(folder)) for folder in (one, other))
     except CheckpointError:
         return False
-    if [file.stat().st_size for file in files[0]] != [file.stat().st_size for file in files[1]]:
-        return False
-    return all(sha256_of(a) == sha256_of(b) for a, b in zip(*files, strict=True))
+    return files_sha256(ours) == files_sha256(theirs)

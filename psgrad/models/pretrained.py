@@ -20,13 +20,12 @@ from psgrad.models.checkpoints import load_into
 from psgrad.models.hub import LocalFolder, library, located, quiet
 from psgrad.models.in_files import built_without_memory, plain_tensors, tensors_in_files
 from psgrad.models.model_folders import (
-    config_of,
     precision_of_weights,
+    require_head,
     require_model_folder,
     saved_as,
     weights_file,
 )
-from psgrad.models.pretrained_checks import require_head
 from psgrad.models.quantised import quantisation, store_weights
 from psgrad.wording import did_you_mean, first_line, first_of
 
@@ -115,7 +114,7 @@ def load_pretrained(
     notes = _checked(report, config, location.folder)
     if fewer_bits:
         notes.append(store_weights(model))
-    require_head(config, location.folder, {**config_of(location.folder), **config.kwargs})
+    require_head(config, location.folder)
     notes += [location.downloaded] if location.downloaded else []
     if config.trust_remote_code:
         notes.append(f"trust_remote_code is on: Python code in {config.pretrained} was allowed to run")
@@ -236,38 +235,32 @@ def _read(
     dtype: torch.dtype,
     more: Mapping[str, Any],
 ) -> tuple[Any, Mapping[str, Any]]:
-    """(the model, transformers' report about its keys). `auto` is sdpa where the model has it. more:
-    arguments of from_pretrained.
+    """(the model, transformers' report about its keys). `auto` is sdpa where the model has it, as
+    transformers chooses. more: arguments of from_pretrained.
     """
-    tried = ["sdpa", "eager"] if config.attention == "auto" else [config.attention]
-    for attention in tried:
-        try:
-            return kind.from_pretrained(  # type: ignore[no-any-return]
-                folder,
-                config=settings,
-                dtype=dtype,
-                attn_implementation=attention,
-                local_files_only=True,
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-                **more,
-            )
-        except Exception as error:
-            if "attention" in str(error).lower() and isinstance(error, ValueError | ImportError):
-                if attention != tried[-1]:
-                    continue
-                raise ConfigError(
-                    f"model.attention is {attention}, and {first_line(error)}",
-                    next_step="leave it out, or set model.attention: eager",
-                ) from error
-            if "size mismatch" in str(error) or "mismatched" in str(error):
-                raise _misfit(folder, error, config) from error
-            raise ModelError(
-                f"transformers can't load {folder}: {type(error).__name__}: {first_line(error)}",
-                cause="damaged files, or a library that this model needs and that is not installed",
-                next_step="load it with transformers alone to see more",
+    try:
+        return kind.from_pretrained(  # type: ignore[no-any-return]
+            folder,
+            config=settings,
+            dtype=dtype,
+            attn_implementation=None if config.attention == "auto" else config.attention,
+            local_files_only=True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            **more,
+        )
+    except Exception as error:
+        if "attention" in str(error).lower() and isinstance(error, ValueError | ImportError):
+            raise ConfigError(
+                f"model.attention is {config.attention}, and {first_line(error)}",
+                next_step="leave it out, or set model.attention: eager",
             ) from error
-    raise AssertionError
+        if "size mismatch" in str(error) or "mismatched" in str(error):
+            raise _misfit(folder, error, config) from error
+        raise ModelError(
+            f"transformers can't load {folder}: {type(error).__name__}: {first_line(error)}",
+            next_step="load it with transformers alone to see more",
+        ) from error
 
 
 def _misfit(folder: Path, error: Exception, config: ModelConfig) -> CheckpointError:

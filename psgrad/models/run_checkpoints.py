@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import nn
 
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.models.torch_files import read_torch
+from psgrad.models.checkpoint_files import read_torch
 from psgrad.run.durable_files import make_folder, write_atomically
 
 _WRAPPINGS = ("_orig_mod.", "module.")
@@ -275,7 +275,7 @@ def _of_trainer(path: Path, model: nn.Module) -> tuple[dict[str, State], dict[st
 
 def _trainer_content(path: Path, device: str = "cpu") -> dict[str, Any]:
     """A trainer's file: `state`, by the number of the parameter, and `param_groups`."""
-    content = read_torch(path, device).content
+    content = read_torch(path, device)
     if (
         not isinstance(content, dict)
         or not isinstance(content.get("param_groups"), list)

@@ -15,8 +15,8 @@ import pandas as pd
 
 from psgrad.config import did_you_mean
 from psgrad.errors import ConfigError, DataError
+from psgrad.run.identity import require_same
 from psgrad.run.results.manifest import RunManifest
-from psgrad.wording import short_repr
 
 Labels = npt.NDArray[Any]
 Array = npt.NDArray[Any]
@@ -249,43 +249,26 @@ def require_comparable(
         for key in changed_keys(theirs, ours)
         if key not in _OF_CODE and (key not in _OF_MEASURES or score not in _OF_MODEL)
     ]
-    changed = [
-        f"  {key}: {short_repr(theirs.get(key))} in the reference, {short_repr(ours[key])} here"
-        for key in keys
-    ]
-    if changed:
-        words = "was measured with something else, and its scores can't be compared with these:"
-        raise ConfigError(
-            "\n".join([f"the reference {source} {words}", *changed]),
-            expected="a reference of the same checkpoint, model, loss and numbers",
-            cause="the model was trained again, or the config changed, since the reference was measured",
-            next_step=(
-                "run psgrad analyze on the trusted samples again, or give them as"
-                " analyze.outliers.reference.data"
-            ),
-        )
-    if not theirs.get("weights"):
-        return (f"the reference {UNIDENTIFIED}",)
+    require_same(
+        {key: theirs.get(key) for key in keys},
+        {key: ours[key] for key in keys},
+        f"the reference {source} was measured with something else, and its scores can't be compared with"
+        " these",
+        next_step=(
+            "run psgrad analyze on the trusted samples again, or give them as analyze.outliers.reference.data"
+        ),
+    )
     return tuple(
         f"the reference was measured with other code: {words}" for words in code_changes(theirs, ours)
     )
 
 
-UNIDENTIFIED = (
-    "was measured by an older psgrad, which kept no hash of weights and imported code: whether they are the"
-    " same is not known"
-)
-
-
 def changed_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """The keys in which two `measured_as` differ. A key that an older psgrad did not store is not a
-    difference; nor is a checkpoint that was saved again with the same weights, nor that one of the two has no
-    names of its classes.
+    """The keys in which two `measured_as` differ. A checkpoint that was saved again with the same weights is
+    no difference; nor is that one of the two has no names of its classes.
     """
-    has_weights = bool(theirs.get("weights")) and bool(ours.get("weights"))
-    unasked = set[str]() if has_weights else {"weights", *_OF_CODE}
-    if has_weights and theirs["weights"] == ours["weights"]:
-        unasked = {"checkpoint"}
+    weights = theirs.get("weights")
+    unasked = {"checkpoint"} if weights and weights == ours.get("weights") else set()
     if not (theirs.get(CLASSES) and ours.get(CLASSES)):
         unasked.add(CLASSES)
     return [key for key in ours if key not in unasked and theirs.get(key) != ours[key]]

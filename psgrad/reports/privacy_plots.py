@@ -5,7 +5,7 @@ NOT PRIVATE.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -37,7 +37,6 @@ STEPS_AXIS = "steps"
 SHADES = ("#12263d", "#2a4f7a", "#5b7fa6", "#8aa6c4", "#b3c5d8")
 
 FAINT = "#b9c3ce"  # the looser bound
-_FAINTLY: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.5, "linestyle": (0, (4, 2)), "zorder": 2}
 _PLACES = 120  # along a curve that is known at a few points
 _ABOVE_LEGEND = 44  # points between axes and title, for up to three lines of a legend
 
@@ -86,27 +85,23 @@ def epsilon_against_steps(result: DPStepResult) -> Plot:
     """
     step = result.step
     figure, axes = figure_with_axes(3.6)
-    curves = _curves(result.curve, result.curve_pld, result.curve_accountant)
-    caption = f"Epsilon after so many steps, an upper bound. {_accountants_words(curves)}"
-    if not curves:
+    curve, name = _line(result.curve, result.curve_accountant), result.curve_accountant
+    caption = f"Epsilon after so many steps by {name}, an upper bound. "
+    if not len(curve[0]):
         say_empty(axes, "no finite epsilon to draw")
     else:
-        counts = next(iter(curves))
-        for name, (steps, spent) in curves.items():
-            strong, unfinished = name == counts, step["steps"] < step["planned_steps"]
-            if unfinished or not strong:
-                words = f"{'planned' if unfinished else 'all steps'} ({name})"
-                axes.plot(steps, spent, **_line(strong, planned=unfinished), label=words)
-        steps, spent = curves[counts]
-        now = step.get(f"epsilon_{counts.lower()}")
-        before = [point for point in zip(steps, spent, strict=True) if point[0] < step["steps"]]
-        taken = before if now is None or not math.isfinite(now) else [*before, (step["steps"], now)]
+        if step["steps"] < step["planned_steps"]:
+            dashes = (0, (4, 2))
+            axes.plot(*curve, color=REST, linewidth=1.8, linestyle=dashes, label=f"planned ({name})")
+        now = step.get(f"epsilon_{name.lower()}")
+        before = [point for point in zip(*curve, strict=True) if point[0] < step["steps"]]
+        taken = before if not _is_number(now) else [*before, (step["steps"], now)]
         if len(taken) > 1:
-            axes.plot(*_curve(taken), color=DARK, linewidth=2.6, label=f"taken ({counts})", zorder=3)
-        for key, marker, name in (("epsilon_pld", "D", "PLD"), ("epsilon_rdp", "o", "RDP")):
+            axes.plot(*_curve(taken), color=DARK, linewidth=2.6, label=f"taken ({name})", zorder=3)
+        for key, marker, by in (("epsilon_pld", "D", "PLD"), ("epsilon_rdp", "o", "RDP")):
             if _is_number(step.get(key)):
-                words = f"after {count(step['steps'], 'step')}: {epsilon(step[key])} ({name})"
-                colour, size = (REVIEW, 7) if name == counts else (FAINT, 5)
+                words = f"after {count(step['steps'], 'step')}: {epsilon(step[key])} ({by})"
+                colour, size = (REVIEW, 7) if by == "PLD" else (FAINT, 5)
                 place = [step["steps"]], [step[key]]
                 axes.plot(*place, marker, label=words, zorder=4, color=colour, markersize=size)
         _draw_target(axes, step.get("target_epsilon"))
@@ -121,15 +116,11 @@ def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
     figure, axes = figure_with_axes(4.2)
     others = iter(SHADES * (1 + len(result.rows) // len(SHADES)))
     drawn: list[tuple[NoisePlan, str]] = []
-    names: list[str] = []
     for row in result.rows:
-        curves = _curves(row.curve, row.curve_pld, result.curve_accountant)
+        steps, spent = _line(row.curve, result.curve_accountant)
         colour = REVIEW if row.configured else next(others)
-        for place, (name, (steps, spent)) in enumerate(curves.items()):
-            strongly = {"linewidth": 2.6 if row.configured else 1.8, "zorder": 3}
-            axes.plot(steps, spent, color=colour, **(_FAINTLY if place else strongly))
-            names = names if name in names else [*names, name]
-        if curves:
+        if len(steps):
+            axes.plot(steps, spent, color=colour, linewidth=2.6 if row.configured else 1.8, zorder=3)
             drawn.append((row, colour))
             if _is_number(row.epsilon_pld):
                 end = [setting["planned_steps"]], [row.epsilon_pld]
@@ -139,9 +130,8 @@ def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
     else:
         log_axis(axes, "y")
         _name_ends(axes, drawn)
-        for place, name in enumerate(names):
-            look = _FAINTLY if place else {"linewidth": 1.8}
-            axes.plot([], [], color=DARK, label=f"after so many steps ({name})", **look)
+        label = f"after so many steps ({result.curve_accountant})"
+        axes.plot([], [], color=DARK, linewidth=1.8, label=label)
         if any(_is_number(row.epsilon_pld) for row, _ in drawn):
             axes.plot([], [], "D", color=DARK, markersize=6, label="after all of them (PLD)")
         _draw_target(axes, setting.get("target_epsilon"))
@@ -150,7 +140,7 @@ def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
     axes.set_title(_setting_words(setting), fontsize=9, color=INK, loc="left", pad=_ABOVE_LEGEND)
     caption = (
         "Epsilon after so many steps, one line a noise multiplier; orange: the configured one."
-        f" {_accountants_words(names)}Beside each its multiplier and the smaller bound on the epsilon of all"
+        " Beside each its multiplier and the smaller bound on the epsilon of all"
         " steps. "
     )
     return Plot("epsilon_plan", "Epsilon against steps, by noise multiplier", caption, figure)
@@ -218,55 +208,15 @@ def _curve(points: Sequence[tuple[int, float]]) -> tuple[Array, Array]:
     return np.array(steps, dtype=float), np.array(values, dtype=float)
 
 
-def _curves(
-    curve: Sequence[tuple[int, float]], pld: Sequence[tuple[int, float]], accountant: str
-) -> dict[str, tuple[Array, Array]]:
-    """Accountant -> its curve, as far as it is finite. The first one counts: PLD, the smaller bound, where it
-    has an answer.
+def _line(points: Sequence[tuple[int, float]], accountant: str) -> tuple[Array, Array]:
+    """The line through the points of a curve. Those by PLD are far apart, and as even in the square root of
+    the steps as epsilon nearly is: straight lines between them would lie below it.
     """
-    found = {
-        "PLD": _between(*_curve(pld)),
-        **({} if accountant == "PLD" and pld else {accountant: _curve(curve)}),
-    }
-    return {name: points for name, points in found.items() if len(points[0])}
-
-
-def _between(steps: Array, spent: Array) -> tuple[Array, Array]:
-    """The curve through points that are far apart, as even in the square root of the steps as epsilon nearly
-    is: straight lines between them would lie below it.
-    """
-    if len(steps) < 2:
+    steps, spent = _curve(points)
+    if accountant == "RDP" or len(steps) < 2:
         return steps, spent
     places = np.union1d(steps, np.linspace(np.sqrt(steps[0]), np.sqrt(steps[-1]), _PLACES) ** 2)
     return places, np.interp(np.sqrt(places), np.sqrt(steps), spent)
-
-
-def _accountants_words(names: Iterable[str]) -> str:
-    """Which line is whose."""
-    counts, *others = [*names, ""]
-    if not counts:
-        return ""
-    loose = (
-        f", the smaller bound, which counts. Faint: by {others[0]}, which is always larger"
-        if others and others[0]
-        else ""
-    )
-    few = (
-        ", at a few numbers of steps, and between them as even as their square root"
-        if counts == "PLD"
-        else ""
-    )
-    return f"Strong: by {counts}{few}{loose}. "
-
-
-def _line(strong: bool, planned: bool) -> dict[str, Any]:
-    """How a curve is drawn."""
-    dashes = {"linestyle": (0, (4, 2))} if planned else {}
-    return (
-        {"color": REST, "linewidth": 1.8, **dashes}
-        if strong
-        else {"color": FAINT, "linewidth": 1.0, "linestyle": (0, (4, 2))}
-    )
 
 
 def _setting_words(step: dict[str, Any]) -> str:

@@ -42,6 +42,10 @@ class Shard:
     seal: str
     deleted: tuple[int, ...] = ()
 
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> Self:
+        return cls(int(content["rows"]), str(content["seal"]), tuple(content["deleted"]))
+
     def kept(self) -> np.ndarray:
         """The places of the rows that count, rising."""
         return np.setdiff1d(np.arange(self.rows), np.array(self.deleted, np.int64))
@@ -210,22 +214,18 @@ class GradientIndex:
             content = json.loads((path / DESCRIPTION).read_bytes())
             if not isinstance(content, dict) or content.pop("tool", None) != _MARK:
                 raise ValueError("it is no index's")
-        except (OSError, ValueError) as error:
+            if content.pop("format", None) != FORMAT:
+                raise OutputError(
+                    f"the index {path} was built by another version of psgrad", next_step=_OVERWRITE
+                )
+            content.pop("version", None)  # for people
+            return cls(path, content, [Shard.read(each) for each in content.pop(_SHARDS)])
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise OutputError(
                 f"{path / DESCRIPTION} can't be read: {getattr(error, 'strerror', None) or error}",
                 expected="the description that psgrad wrote when the index was begun",
                 next_step="build the index again in another folder",
             ) from error
-        if content.pop("format", None) != FORMAT:
-            raise OutputError(
-                f"the index {path} was built by another version of psgrad", next_step=_OVERWRITE
-            )
-        content.pop("version", None)  # for people
-        stored = [
-            Shard(int(each["rows"]), str(each["seal"]), tuple(each["deleted"]))
-            for each in content.pop(_SHARDS)
-        ]
-        return cls(path, content, stored)
 
     def _write_description(self) -> None:
         head = {"tool": _MARK, "format": FORMAT, "version": __version__}
@@ -237,7 +237,7 @@ class GradientIndex:
 
     def require(self, expected: Mapping[str, Any]) -> None:
         """Raises OutputError, naming what differs, unless the description has all these values."""
-        index_files.require_same(self.path, index_files.as_stored(expected), self.description)
+        index_files.require_same_index(self.path, expected, self.description)
 
     # -- shards ----------------------------------------------------------------------------------------------
 

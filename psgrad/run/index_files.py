@@ -5,7 +5,7 @@ of its own numbers; and in what two descriptions differ.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
@@ -17,7 +17,7 @@ from safetensors.numpy import save
 
 from psgrad.errors import OutputError
 from psgrad.run import durable_files
-from psgrad.wording import shorten_middle
+from psgrad.run.identity import differences, require_same
 
 SEAL = "psgrad"  # of a file's metadata: which index or rows it is of, and the hash of its numbers
 # Numbers of a file by the names that safetensors has for them.
@@ -28,7 +28,6 @@ _DTYPES = {
 }
 
 Arrays = dict[str, np.ndarray]
-_SHOWN = 6  # names of what differs
 
 
 def write(target: Path, arrays: Mapping[str, np.ndarray], seal: str, next_step: str) -> None:
@@ -132,35 +131,21 @@ def description_digest(content: Mapping[str, Any]) -> str:
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def require_same(path: Path, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
-    """Raises OutputError, naming what differs, unless the description of an index has all expected values."""
-    different = list(_differences(expected, actual, ""))
-    if not different:
-        return
-    more = f", and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
-    names = ", ".join(name for name, _, _ in different[:_SHOWN])
-    first, wanted, found = different[0]
-    only_data = {name for name, _, _ in different} <= {"rows", "fingerprint.data"}
-    follow = "let it follow its data: psgrad influence index CONFIG --update; or " * only_data
-    raise OutputError(
-        f"the index {path} is of something else: {names}{more} differ{'s' if len(different) == 1 else ''}",
-        expected=f"{first}: {_shortened(wanted)}; the index has {_shortened(found)}",
-        cause="model, data or settings were changed since it was built",
+def require_same_index(path: Path, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
+    """Raises OutputError, with all that differs, unless the description of an index has all expected
+    values.
+    """
+    there = {key: actual.get(key) for key in expected}
+    changed = {name for name, _, _ in differences(there, expected)}
+    of_data = changed <= {"rows", "fingerprint.data"}
+    follow = "let it follow its data: psgrad influence index CONFIG --update; or " * of_data
+    require_same(
+        there,
+        expected,
+        f"the index {path} is of something else",
         next_step=(
-            f"{follow}put them back, or build an index of its own in another folder"
-            " (influence.index.path), or with --overwrite"
+            f"{follow}put them back, or build an index of its own in another folder (influence.index.path),"
+            " or with --overwrite"
         ),
+        raises=OutputError,
     )
-
-
-def _differences(expected: Any, actual: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """(name, expected, found) of each value that differs, mappings followed by their keys."""
-    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
-        for key, value in expected.items():
-            yield from _differences(value, actual.get(key), f"{name}.{key}" if name else str(key))
-    elif expected != actual:
-        yield name, expected, actual
-
-
-def _shortened(value: Any) -> str:
-    return shorten_middle(value, 32) if isinstance(value, str) else shorten_middle(str(value), 80)

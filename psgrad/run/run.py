@@ -112,7 +112,7 @@ class Run(Generic[P]):
 
     def add(self, **parts: Any) -> RunManifest:
         """Add these parts to the manifest, and the seconds of the phases; returns it."""
-        self.manifest = replace(self.manifest, timings=dict(self.clock.seconds), **parts)
+        self.manifest = replace(self.manifest, **{"timings": dict(self.clock.seconds), **parts})
         return self.manifest
 
     def write_manifest(self, state: str = "running") -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psgrad.cli import main
-from psgrad.commands.dp_plan import curve_points
+from psgrad.engine.privacy.accounting.composition import curve_points
 from psgrad.errors import ConfigError, OutputExistsError
 from psgrad.run.results import Progress
 from tests.cli.conftest import stand_in
@@ -174,7 +174,7 @@ def test_a_plan_is_what_dp_accounting_says_and_needs_neither_model_nor_data(
 
 @given(steps=st.integers(1, 5000))
 def test_a_curve_has_points_from_the_first_steps_to_the_last(steps: int) -> None:
-    points = curve_points(steps)
+    points = curve_points(steps, 50)
     assert points == sorted(set(points))
     assert (points[0], points[-1]) == (max(1, round(steps / 2500)), steps)
     assert len(points) <= 50

@@ -117,7 +117,7 @@ def test_a_reference_of_another_checkpoint_is_refused_before_anything_runs(judge
     for reference in ("first", "first.json"):
         use_reference(judged, reference)
         judged.refused(
-            2, "checkpoint:", "can't be compared", "run psgrad analyze on the trusted samples again"
+            2, "checkpoint was", "can't be compared", "run psgrad analyze on the trusted samples again"
         )
         assert not (judged.folder / "out").exists()
 

@@ -87,7 +87,7 @@ def test_names_more_than_the_outputs_are_refused_with_the_place_of_a_rare_one() 
     frame.loc[7, "y"] = "chrun"
     frame.to_csv("batch.csv", index=False)
     said = refused(DataError, config("batch.csv"))
-    assert "chrun (1 row: row 7 (batch.csv, line 9))" in said
+    assert "chrun (1 row: row 7)" in said
     assert "churn (20 rows)" in said
 
 
@@ -110,7 +110,7 @@ def test_an_unknown_label_is_named_with_its_row_its_count_and_the_nearest_class(
     frame.loc[7, "y"] = frame.loc[9, "y"] = "chrun"
     frame.to_csv("batch.csv", index=False)
     said = refused(DataError, config("batch.csv", data={"class_names": list(NAMES)}))
-    assert "'chrun' in row 7 (batch.csv, line 9)" in said
+    assert "'chrun' in row 7" in said
     assert "2 of 60 rows" in said
     assert "did you mean churn?" in said
     assert "stay, upgrade, churn" in said
@@ -137,7 +137,7 @@ def test_a_stored_reference_with_the_classes_in_another_order_is_refused() -> No
     outliers = {"reference": "known"}
     section = config("trusted.csv", data={"class_names": list(NAMES)}, analyze={"outliers": outliers})
     said = refused(ConfigError, section)
-    assert "classes: ['churn', 'stay', 'upgrade'] in the reference" in said
+    assert 'classes was ["churn", "stay", "upgrade"] and is' in said
 
 
 def test_a_trusted_file_is_numbered_as_the_data_are() -> None:
@@ -157,7 +157,7 @@ def test_an_unknown_label_in_a_trusted_file_is_said_to_be_of_the_reference() -> 
     rows().replace("churn", "gone").to_csv("trusted.csv", index=False)
     outliers = {"reference": {"data": {"path": "trusted.csv"}}}
     said = refused(DataError, config("batch.csv", analyze={"outliers": outliers}))
-    assert said.startswith("the reference: the label 'gone' in row 2 (trusted.csv, line 4), 20 of 60 rows")
+    assert said.startswith("the reference: the label 'gone' in row 2, 20 of 60 rows")
 
 
 def test_a_trusted_file_with_class_names_of_its_own_is_refused() -> None:
@@ -269,10 +269,10 @@ def test_queries_as_arrays_of_names_are_numbered_as_the_training_data_are() -> N
     np.testing.assert_allclose(found.queries["measurement"], losses(queries, sorted(NAMES)), rtol=1e-3)
 
 
-def test_integer_labels_beyond_the_outputs_are_refused_with_their_line() -> None:
+def test_integer_labels_beyond_the_outputs_are_refused_with_their_row() -> None:
     rows().replace({"stay": 0, "upgrade": 1, "churn": 7}).to_csv("batch.csv", index=False)
     said = refused(DataError, config("batch.csv"))
-    assert "row 2 (batch.csv, line 4) has the label 7 (20 of 60 rows are out of range)" in said
+    assert "row 2 has the label 7 (20 of 60 rows are out of range)" in said
 
 
 def test_analyze_says_what_labels_mean_and_how_many_the_model_agrees_with() -> None:

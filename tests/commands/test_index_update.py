@@ -121,7 +121,7 @@ def test_index_update_of_another_model_refused(place: InfluenceWorkplace) -> Non
     with_rows(place, [*EVERY, 24])
     place.save_checkpoint("model.safetensors", 9)
     place.index("--update").refused(
-        3, "the index index is of something else: fingerprint.checkpoints differs", "put them back"
+        3, "the index index is of something else: fingerprint.checkpoints was", "put them back"
     )
     place.section["index"]["dtype"] = "float16"
     assert "dtype" in place.index("--update").refused(3, "fingerprint.checkpoints")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -283,20 +282,6 @@ def test_a_plain_mean_over_checkpoints_is_warned_of_and_keeps_its_unit(place: In
 
 
 @pytest.mark.long
-def test_stability_over_checkpoints_is_on_the_terminal_and_in_json(place: InfluenceWorkplace) -> None:
-    for seed in (3, 4):
-        place.save_checkpoint(f"{seed}.safetensors", seed)
-    place.section["checkpoints"] = ["3.safetensors", "4.safetensors"]
-    ran = place.influence("--top", "3")
-    assert ran.code == 0, ran.err
-    queries = pd.read_parquet(place.folder / "out" / "queries.parquet")
-    assert f"correlate by {queries['agreement'].median():.2f} (median over queries)" in ran.out
-    assert "stable" in ran.out
-    content = json.loads(place.influence("--json", "--overwrite").out)
-    assert content["rank_stability"]["agreement"] == pytest.approx(queries["agreement"].median())
-
-
-@pytest.mark.long
 def test_replayed_chunks_are_counted_for_the_manifest_and_for_verbose(place: InfluenceWorkplace) -> None:
     """The scores of a run without replays; nothing of them is said unless it is asked for."""
     place.section["method"] = {"name": "influence", "solver": "exact", "damping": 0.1}
@@ -310,16 +295,6 @@ def test_replayed_chunks_are_counted_for_the_manifest_and_for_verbose(place: Inf
     plain = pd.read_parquet(place.folder / "out" / "scores.parquet")
     pd.testing.assert_frame_equal(replayed, plain, rtol=1e-4, atol=1e-6)
     assert "replayed" not in place.influence("--overwrite", *small).err
-
-
-@pytest.mark.long
-def test_replayed_chunks_of_an_index_are_counted(place: InfluenceWorkplace) -> None:
-    with_index(place, rows_per_shard=20)
-    built = place.index("-v", "--set", "engine.chunk_size=2")
-    assert built.code == 0, built.err
-    facts = json.loads((place.folder / "index" / "logs" / "engine.json").read_text())
-    assert facts["chunks_replayed"] > 0.5 * facts["chunks"]
-    assert f"chunks {facts['chunks']}, chunks replayed {facts['chunks_replayed']}, " in built.err
 
 
 # -- An index ------------------------------------------------------------------------------------------------
@@ -346,7 +321,7 @@ def test_an_index_of_another_model_is_refused(place: InfluenceWorkplace) -> None
     place.save_checkpoint("model.safetensors", 9)
     place.influence().refused(
         3,
-        "the index index is of something else: fingerprint.checkpoints differs",
+        "the index index is of something else: fingerprint.checkpoints was",
         "build an index of its own",
     )
     assert not (place.folder / "out").exists()
@@ -678,18 +653,6 @@ def test_amounts_of_a_network_at_no_minimum_are_marked(place: InfluenceWorkplace
     assert "Largest changes" not in place.influence("--overwrite").out
 
 
-@pytest.mark.long
-def test_removals_without_a_step_that_lowers_the_loss_are_not_reported(
-    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    convex(place)
-    monkeypatch.setattr("psgrad.engine.influence.continued._HALVINGS", 0)
-    outcome = place.influence()
-    assert "no removal was tried by training on: no step lowers the training loss" in outcome.err
-    assert "predicted and found" not in outcome.out
-    assert "check" not in place.manifest()["influence"]
-
-
 @pytest.mark.sweep
 def test_scores_beyond_the_loss_of_a_query_are_marked(place: InfluenceWorkplace) -> None:
     """A loss of zero or more falls by no more than it is."""
@@ -738,49 +701,6 @@ def test_self_influence_by_solves_follows_its_predicted_time(
     np.testing.assert_allclose(table["self_influence"], own, rtol=1e-4)
     place.section["method"] = {**by_solves, "solver": "exact"}
     np.testing.assert_allclose(run("auto")[1]["self_influence"], own, rtol=1e-4)
-
-
-@pytest.mark.long
-@pytest.mark.every(3)
-@pytest.mark.parametrize(
-    "method",
-    ["influence", "ekfac", "datainf", "trak", "gradient_dot", {"name": "influence", "solver": "dual"}],
-)
-def test_phases_that_last_have_progress(
-    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch, method: str | dict[str, str]
-) -> None:
-    """Where no phase may be silent, each that passes over rows names itself, the pass and the row."""
-    monkeypatch.setattr("psgrad.run.progress._SECONDS_OF_SILENCE", 0.0)
-    monkeypatch.setattr("psgrad.run.progress._SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr("psgrad.cli.progress.PLAIN_INTERVAL_S", 0.0)
-    place.section["method"] = method
-    heard = place.influence("--overwrite").err
-    assert "screening: pass 1, row 0 of 24" in heard
-    assert re.search(r"(fit|scores): pass 1, row \d+ of 24", heard)
-
-
-@pytest.mark.sweep
-def test_solve_of_queries_tells_its_predicted_time(
-    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place.section["method"] = {"name": "influence", "solver": "conjugate_gradient"}
-    assert "predicted to take" not in place.influence("--overwrite").err
-    monkeypatch.setattr("psgrad.engine.influence.solvers.solver_costs.TOLD_SECONDS", 0.0)
-    heard = place.influence("--overwrite").err
-    assert re.search(r"scores of \d+ queries take about \d+ products with the curvature", heard)
-    assert "influence.method.curvature: fisher" in heard
-
-
-@pytest.mark.long
-def test_inner_products_of_rows_tell_their_predicted_time(
-    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place.section["method"] = {"name": "influence", "solver": "dual"}
-    assert "predicted to take" not in place.influence("--overwrite").err
-    monkeypatch.setattr("psgrad.engine.influence.inverses.TOLD_SECONDS", 0.0)
-    heard = place.influence("--overwrite").err
-    assert re.search(r"inner products of \d+ rows of the curvature are predicted to take \d+ seconds", heard)
-    assert "influence.method.name: ekfac" in heard
 
 
 LARGE_OUTPUT = """\

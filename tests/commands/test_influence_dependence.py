@@ -89,7 +89,7 @@ def test_an_index_of_another_target_column_is_refused(place: InfluenceWorkplace)
     place.save(other=(place.arrays["y"] + 1) % 3)
     with_index(place)
     place.config["data"]["target"] = "other"
-    place.influence().refused(3, "the index index is of something else: fingerprint.columns.target differs")
+    place.influence().refused(3, "the index index is of something else: fingerprint.columns.target was")
 
 
 @pytest.mark.parametrize("later", ["bfloat16", "as-saved"])
@@ -98,7 +98,7 @@ def test_an_index_of_another_type_of_frozen_weights_is_refused(place: InfluenceW
     place.config["model"]["dtype"] = {"bfloat16": "as-saved", "as-saved": "bfloat16"}[later]
     with_index(place)
     place.config["model"]["dtype"] = later
-    place.influence().refused(3, "the index index is of something else: fingerprint.frozen dtype differs")
+    place.influence().refused(3, "the index index is of something else: fingerprint.frozen dtype was")
 
 
 def test_an_index_of_another_state_dict_of_the_same_file_is_refused(place: InfluenceWorkplace) -> None:
@@ -111,7 +111,9 @@ def test_an_index_of_another_state_dict_of_the_same_file_is_refused(place: Influ
     with_index(place)
     place.config["model"]["state_dict_key"] = "average"
     place.influence().refused(
-        3, "the index index is of something else: fingerprint.checkpoints, fingerprint.state_dict_key differ"
+        3,
+        "the index index is of something else: fingerprint.checkpoints was",
+        "fingerprint.state_dict_key was",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -299,21 +298,6 @@ def test_a_run_that_was_stopped_goes_on_and_a_finished_one_trains_nothing(
     place.evaluate["train"]["weight_decay"] = 2 * DECAY
     assert place.evaluated("lds", "--overwrite") != first
     assert batches == [5, -1, 5, 2, 5, 5, 2]
-
-
-@pytest.mark.long
-def test_retraining_that_takes_long_is_predicted_from_its_first_batch(
-    place: EvaluationWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place.evaluate["train"]["together"] = 4
-    seconds = itertools.count(0.0, 50.0)
-    monkeypatch.setattr("psgrad.commands.evaluation_parts.perf_counter", lambda: next(seconds))
-    outcome = place.influence("--evaluate", "lds")
-    assert outcome.code == 0, outcome.err
-    told = [line for line in outcome.err.splitlines() if "predicted to take" in line]
-    # a batch of 4 models took 50 seconds; of 12 models, 8 are left
-    assert len(told) == 1
-    assert "the other 8 models are predicted to take 1 min 40 s" in told[0]
 
 
 @pytest.mark.sweep

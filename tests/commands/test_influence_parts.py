@@ -87,7 +87,7 @@ def test_parts_that_were_made_in_folders_of_their_own_equal_one_run(place: Influ
 SECTIONS: dict[str, dict[str, Any]] = {
     "a solve": {"method": {"name": "influence", "damping": 0.1}},
     "layers": {"layers": "parameter"},
-    "wrong queries": {"queries": {"wrong": True}},
+    "wrong queries": {"queries": {"where": "not correct"}},
     "normalized": {"normalize": "self_influence"},
 }
 

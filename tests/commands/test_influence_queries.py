@@ -81,11 +81,14 @@ def test_wrong_worst_and_where_choose_what_the_model_says(place: InfluenceWorkpl
     rows = np.arange(ROWS)
     falling = np.argsort(-losses, kind="stable")
     labels = place.arrays["y"]
-    assert asked(place, {"wrong": True}) == rows[wrong].tolist()
+    assert asked(place, {"where": "not correct"}) == rows[wrong].tolist()
     assert asked(place, {"worst": 4}) == falling[:4].tolist()
     assert asked(place, {"where": "label == 1"}) == rows[labels == 1].tolist()
     assert asked(place, {"where": "not correct and target != 1"}) == rows[wrong & (labels != 1)].tolist()
-    assert asked(place, None, "--wrong", "--worst", "3") == [row for row in falling if wrong[row]][:3]
+    assert (
+        asked(place, None, "--where", "not correct", "--worst", "3")
+        == [row for row in falling if wrong[row]][:3]
+    )
     where = ("--where", f"loss > {np.median(losses)}")
     assert asked(place, {"rows": [5, 3, 9, 11]}, *where) == [
         row for row in (5, 3, 9, 11) if losses[row] > np.median(losses)
@@ -137,11 +140,11 @@ def test_queries_that_can_not_be_chosen_are_reported(
     place.influence().refused(2, words)
 
 
-def test_wrong_needs_a_loss_of_classes(place: InfluenceWorkplace) -> None:
+def test_where_correct_needs_a_loss_of_classes(place: InfluenceWorkplace) -> None:
     (place.folder / "loss.py").write_text("def loss(output, target):\n    return output.square().sum()\n")
     place.config["loss"] = "loss.py:loss"
-    place.section["queries"] = {"wrong": True}
-    place.influence().refused(2, "the loss compares no predicted class with a label")
+    place.section["queries"] = {"where": "not correct"}
+    place.influence().refused(2, "there is no column 'correct'")
     place.section["queries"] = {"worst": 2}
     outcome = place.influence()
     assert outcome.code == 0, outcome.err

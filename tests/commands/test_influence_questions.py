@@ -176,10 +176,3 @@ def test_influence_all_scores_beyond_memory(
     outcome.refused(
         3, f"all {ROWS} x {QUERIES} scores take", named, f"ask about {QUERIES // 2} of the queries"
     )
-
-
-def test_influence_without_questions_needs_no_room_for_all_scores(
-    place: EvaluationWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("psgrad.commands.influence_questions.free_host_memory", lambda: 0)
-    ran(place)

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import psgrad
-from psgrad.engine.influence.methods import replay as replay_method
-from psgrad.engine.influence.training_run import TrainingRun, training_batches
+from psgrad.engine.influence.training_run import training_batches
 from psgrad.errors import ConfigError
 from tests.influence_workplace import QUERIES, InfluenceWorkplace
 from tests.workplace import CLASSES, FEATURES, ROWS
@@ -352,21 +351,6 @@ def test_replay_with_states_on_disk_is_bit_identical(own: InfluenceWorkplace) ->
     own.section["training"]["states"] = "disk"
     assert torch.equal(matrix(own), in_memory)
     assert not [path for path in own.folder.rglob("*") if path.name.startswith("tmp")]
-
-
-@pytest.mark.sweep
-def test_replay_tells_what_it_will_take(replay: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    replay.section["method"] = {"name": "replay", "subsets": 3}
-    assert "predicted to take" not in replay.influence("--no-report").err
-    monkeypatch.setattr(replay_method, "TOLD_SECONDS", 0.0)
-    monkeypatch.setattr(TrainingRun, "_width", lambda self, point: 2)
-    outcome = replay.influence("--no-report", "--overwrite")
-    steps = EPOCHS * -(-ROWS // BATCH)
-    words = f"replay goes back through {steps} steps for {QUERIES} queries, predicted to take"
-    assert words in outcome.err
-    assert outcome.err.index(words) < outcome.err.index("left out for real")  # before it is done
-    for cheaper in ("fewer influence.queries", "influence.method.subsets: 0 saves", "states: disk keeps"):
-        assert cheaper in outcome.err
 
 
 def test_replay_by_several_processes_is_refused(replay: InfluenceWorkplace) -> None:

@@ -168,22 +168,6 @@ def test_index_search_leaves_out_rows_that_are_not_finite(place: InfluenceWorkpl
     assert training_table(place).loc[3, "status"] == "nonfinite"
 
 
-@pytest.mark.sweep
-@pytest.mark.report
-def test_index_search_on_the_page(place: InfluenceWorkplace) -> None:
-    assert place.index().code == 0
-    place.section["index_search"] = ALL_LISTS
-    assert place.influence().code == 0
-    page = (place.folder / "out" / "report.html").read_text(encoding="utf-8")
-    assert "Approximate search, recall@3 100%" in page
-    assert "Scores of all training examples" not in page
-    place.section.pop("index_search")
-    assert place.influence("--overwrite").code == 0
-    page = (place.folder / "out" / "report.html").read_text(encoding="utf-8")
-    assert "Scores of all training examples" in page
-    assert "Approximate search" not in page
-
-
 # -- Lists that are kept -------------------------------------------------------------------------------------
 
 
@@ -225,20 +209,6 @@ def test_index_search_makes_lists_of_other_rows_anew(place: InfluenceWorkplace) 
     before = (place.folder / LISTS).read_bytes()
     pd.testing.assert_frame_equal(approximate(place, ALL_LISTS), expected, rtol=1e-12, atol=0)
     assert (place.folder / LISTS).read_bytes() != before
-
-
-@pytest.mark.sweep
-def test_index_search_by_lists_of_other_rows_would_be_wrong(
-    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # what the test above would find if lists were not recognised
-    expected = with_lists_of_other_rows(place)
-    of_any = (place.folder / LISTS).read_bytes().partition(b" ")[0].decode()
-    stored = RowLists.stored
-    monkeypatch.setattr(RowLists, "stored", lambda folder, identity: stored(folder, of_any))
-    found = approximate(place, ALL_LISTS)
-    assert not found["train_index"].equals(expected["train_index"])
-    assert search_facts(place)["recall"] < 0.5
 
 
 @pytest.mark.sweep
@@ -291,22 +261,6 @@ def test_index_search_follows_an_update(place: InfluenceWorkplace) -> None:
     expected = exact(place)
     pd.testing.assert_frame_equal(approximate(place, ALL_LISTS), expected, rtol=1e-12, atol=0)
     assert "more-6" in set(expected["train_id"])
-
-
-@pytest.mark.long
-def test_index_search_without_room_for_its_lists(
-    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert place.index().code == 0
-    expected = exact(place)
-
-    def refuse(self: RowLists, folder: Path, identity: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(RowLists, "store", refuse)
-    pd.testing.assert_frame_equal(approximate(place, ALL_LISTS), expected, rtol=1e-12, atol=0)
-    said = str(place.manifest()["influence"]["warnings"])
-    assert "can't be kept beside the index (No space left on device), and are made anew in each run" in said
 
 
 # -- What is refused -----------------------------------------------------------------------------------------

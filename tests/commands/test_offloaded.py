@@ -190,17 +190,17 @@ def test_audit_of_a_private_step(workplace: Workplace, monkeypatch: pytest.Monke
     """The canaries, the noise and the verdict of the audit are the same numbers."""
     place = PrivateWorkplace(workplace)
     monkeypatch.setattr("psgrad.commands.dp_audit.coins", lambda: np.random.default_rng(1))
-    place.config["privacy"] |= {"noise": {"multiplier": 1.0, "generator": "torch"}}
+    place.config["privacy"] |= {"noise": {"multiplier": 1.0}}
     found = []
     for where in ("resident", "offloaded"):
         made = count()
         monkeypatch.setattr(
             "psgrad.commands.dp_audit.make_generator",
-            lambda kind, made=made: make_generator(kind, seed=1, position=next(made)),
+            lambda made=made: make_generator(seed=1, position=next(made)),
         )
         monkeypatch.setattr(
             "psgrad.commands.audit_neighbours.make_generator",
-            lambda kind, made=made: make_generator(kind, seed=1, position=next(made)),
+            lambda made=made: make_generator(seed=1, position=next(made)),
         )
         place.config["engine"] = {"parameters": where}
         place.config["output"] = where

@@ -101,7 +101,8 @@ def test_a_run_that_is_gone_on_with_keeps_the_time_it_began(
     private_workplace: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = (f"2026-01-0{day}T00:00:00+00:00" for day in range(1, 10))
-    monkeypatch.setattr("psgrad.commands.run_manifest.now", lambda: next(times))
+    for place in ("psgrad.commands.run_manifest.now", "psgrad.run.run.now"):
+        monkeypatch.setattr(place, lambda: next(times))
     for options in ((), ("--resume",)):
         private_workplace.succeeded(*options)
         manifest = json.loads(
@@ -131,5 +132,4 @@ def private_workplace(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         "psgrad.commands.private_steps.write_plots", lambda result, public, private, unit: None
     )
-    monkeypatch.setattr("psgrad.commands.private_steps.pld_curve", lambda events, delta: [])
     return PrivateWorkplace(workplace)

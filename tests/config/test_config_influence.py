@@ -172,7 +172,7 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
         ),
         (
             "queries={target: y}",
-            "neither path, dataset, images, factory nor rows, ids, where, wrong, worst says what",
+            "neither path, dataset, images, factory nor rows, ids, where, worst says what",
         ),
         ("evaluate={ks: []}", "influence.evaluate.ks: got an empty list, expected at least 1 of them"),
         ("queries.rows=[]", "rows is an empty list; name at least one row"),
@@ -236,16 +236,16 @@ def test_an_unknown_method_is_reported_with_the_known_ones() -> None:
 
 def test_unknown_options_of_a_method_are_reported_with_what_it_takes() -> None:
     assert (
-        "influence.method.dimensions: unknown option; did you mean dimension? trak: it takes"
+        "influence.method: dimensions: unknown option of trak; did you mean dimension? it takes"
         in options_error("trak", dimensions=3)
     )
-    assert "influence.method.damping: unknown option; gradient_dot: it takes none" in options_error(
+    assert "influence.method: damping: unknown option of gradient_dot; it takes none" in options_error(
         "gradient_dot", damping=3
     )
 
 
 def test_options_of_another_type_are_reported() -> None:
-    assert "influence.method.dimension: got 'many', expected a whole number" in options_error(
+    assert "influence.method: trak.dimension: got 'many', expected a whole number" in options_error(
         "trak", dimension="many"
     )
 

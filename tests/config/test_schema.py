@@ -70,7 +70,7 @@ def test_there_are_few_enough_keys() -> None:
     """Keys that several sections inherit from one count once."""
     bases = {base for section in sections() for base in section.__mro__ if issubclass(base, ConfigSection)}
     keys = [f"{base.__name__}.{key}" for base in bases for key in own_keys(base)]
-    assert len(keys) <= 241, len(keys)
+    assert len(keys) <= 225, len(keys)
 
 
 def test_defaults_are_those_of_the_models() -> None:

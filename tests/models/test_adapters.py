@@ -187,13 +187,6 @@ def rename_base(adapter: Path, name: str) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": name}))
 
 
-def test_an_adapter_of_a_base_with_other_weights(base: Path) -> None:
-    tiny_model("causal-lm", base.parent / "other", seed=1)
-    make_adapter(base.parent / "adapter", base.parent / "other", KINDS["lora"]())
-    said = refusal(ConfigError, base, "adapter")
-    assert f"was made for another base model, {base.parent / 'other'}" in said
-
-
 def test_an_adapter_of_a_copy_of_the_base(base: Path) -> None:
     shutil.copytree(base, base.parent / "copy")
     make_adapter(base.parent / "adapter", base.parent / "copy", KINDS["lora"]())
@@ -207,60 +200,75 @@ def test_an_adapter_whose_base_is_not_here(base: Path) -> None:
     assert note.endswith("names someone/large as its base, and shapes alone tell that base is that")
 
 
-def test_an_adapter_of_a_base_of_another_size(base: Path) -> None:
-    tiny_model("causal-lm", base.parent / "wide", hidden_size=32)
-    make_adapter(base.parent / "adapter", base.parent / "wide", KINDS["lora"]())
-    rename_base(base.parent / "adapter", "base")
-    assert "does not fit the model: size mismatch" in refusal(CheckpointError, base, "adapter")
+def of_another_base(base: Path, settings: Any = None, named: str | None = "base", **options: Any) -> None:
+    """An adapter that was made for another base, and names `named` as its base; None for that other one."""
+    tiny_model("causal-lm", base.parent / "other", **options)
+    make_adapter(base.parent / "adapter", base.parent / "other", settings or KINDS["lora"]())
+    if named is not None:
+        rename_base(base.parent / "adapter", named)
 
 
-@pytest.mark.parametrize(("layers", "words"), [(1, "missing"), (3, "without a place")])
-def test_an_adapter_of_a_base_of_another_depth(layers: int, words: str, base: Path) -> None:
-    tiny_model("causal-lm", base.parent / "deep", num_hidden_layers=layers)
-    make_adapter(base.parent / "adapter", base.parent / "deep", KINDS["lora"]())
-    rename_base(base.parent / "adapter", "base")
-    said = refusal(CheckpointError, base, "adapter")
-    assert "does not fit the model: 4 " + words in said
-
-
-def test_an_adapter_of_another_architecture(base: Path) -> None:
-    tiny_model("causal-lm", base.parent / "gpt2", architecture="gpt2")
-    make_adapter(base.parent / "adapter", base.parent / "gpt2", peft.LoraConfig(target_modules=["c_attn"]))
-    rename_base(base.parent / "adapter", "base")
-    assert "does not fit the model: Target modules" in refusal(CheckpointError, base, "adapter")
-
-
-# -- Folders -------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_without_an_adapter(base: Path) -> None:
-    assert "it holds a whole model: name it in model.pretrained" in refusal(ConfigError, base, "base")
-
-
-def test_an_adapter_without_weights(base: Path) -> None:
+def damaged(base: Path, name: str, content: str | None) -> None:
+    """An adapter of which a file has other content; None for a file that is gone."""
     make_adapter(base.parent / "adapter", base, KINDS["lora"]())
-    (base.parent / "adapter" / "adapter_model.safetensors").unlink()
-    assert "has no weights" in refusal(CheckpointError, base, "adapter")
+    (base.parent / "adapter" / name).unlink()
+    if content is not None:
+        (base.parent / "adapter" / name).write_text(content)
 
 
-def test_a_truncated_adapter(base: Path) -> None:
-    make_adapter(base.parent / "adapter", base, KINDS["lora"]())
-    file = base.parent / "adapter" / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-4])
-    assert "is damaged" in refusal(CheckpointError, base, "adapter")
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+REFUSED: dict[str, tuple[Any, type[PsgradError], str]] = {
+    "other weights": (
+        lambda base: of_another_base(base, named=None, seed=1),
+        ConfigError,
+        "was made for another base model, ",
+    ),
+    "another size": (
+        lambda base: of_another_base(base, hidden_size=32),
+        CheckpointError,
+        "does not fit the model: size mismatch",
+    ),
+    "fewer layers": (
+        lambda base: of_another_base(base, num_hidden_layers=1),
+        CheckpointError,
+        "does not fit the model: 4 missing",
+    ),
+    "more layers": (
+        lambda base: of_another_base(base, num_hidden_layers=3),
+        CheckpointError,
+        "does not fit the model: 4 without a place",
+    ),
+    "another architecture": (
+        lambda base: of_another_base(base, peft.LoraConfig(target_modules=["c_attn"]), architecture="gpt2"),
+        CheckpointError,
+        "does not fit the model: Target modules",
+    ),
+    "a whole model": (
+        lambda base: base.rename(base.parent / "adapter") and tiny_model("causal-lm", base),
+        ConfigError,
+        "it holds a whole model: name it in model.pretrained",
+    ),
+    "no weights": (lambda base: damaged(base, WEIGHTS, None), CheckpointError, "has no weights"),
+    "damaged weights": (lambda base: damaged(base, WEIGHTS, "{"), CheckpointError, "is damaged"),
+    "damaged settings": (lambda base: damaged(base, SETTINGS, "{"), CheckpointError, SETTINGS),
+    "settings of no kind": (
+        lambda base: damaged(base, SETTINGS, '{"peft_type": 3}'),
+        CheckpointError,
+        "names no peft_type",
+    ),
+    "a kind that peft does not know": (
+        lambda base: damaged(base, SETTINGS, '{"peft_type": "OF_THE_FUTURE"}'),
+        ModelError,
+        "peft can't put the adapter",
+    ),
+}
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"peft_type": 3}'])
-def test_damaged_settings(content: str, base: Path) -> None:
-    make_adapter(base.parent / "adapter", base, KINDS["lora"]())
-    (base.parent / "adapter" / "adapter_config.json").write_text(content)
-    assert "adapter_config.json" in refusal(CheckpointError, base, "adapter")
-
-
-def test_a_kind_that_peft_does_not_know(base: Path) -> None:
-    make_adapter(base.parent / "adapter", base, KINDS["lora"]())
-    (base.parent / "adapter" / "adapter_config.json").write_text('{"peft_type": "OF_THE_FUTURE"}')
-    assert "peft can't put the adapter" in refusal(ModelError, base, "adapter")
+@pytest.mark.parametrize("case", REFUSED)
+def test_adapter_that_does_not_fit_refused(case: str, base: Path) -> None:
+    prepare, kind, words = REFUSED[case]
+    prepare(base)
+    assert words in refusal(kind, base, "adapter")
 
 
 def test_the_base_is_read_in_the_wanted_type_and_the_adapter_is_not(base: Path) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, CheckpointError, ConfigError, PsgradError
-from psgrad.models.checkpoint_headers import checkpoint_files
-from psgrad.models.checkpoints import load_into, read_checkpoint
+from psgrad.models.checkpoint_files import checkpoint_files, read_checkpoint
+from psgrad.models.checkpoints import load_into
 
 TENSORS = {
     "weight": torch.arange(6.0).reshape(2, 3),
@@ -179,8 +178,8 @@ def test_a_payload_is_named(tmp_path: Path) -> None:
         read_state_dict(path)
 
     message = str(caught.value)
-    assert "holds more than tensors and plain values; nothing in it was executed" in message
-    assert f"likely cause: it refers to {os.mkdir.__module__}.mkdir, which is code" in message
+    named = f"(it refers to {os.mkdir.__module__}.mkdir, which is code); nothing in it was executed"
+    assert f"holds more than tensors and plain values {named}" in message
     assert "weights_only" not in message  # torch's advice is how to switch the safety off
     assert caught.value.exit_code == EXIT_RUNTIME
 
@@ -295,14 +294,6 @@ def test_truncated(tmp_path: Path) -> None:
             read_state_dict(path)
 
 
-def test_a_header_that_claims_more_than_there_is(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    header = json.dumps({"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 4 << 40]}}).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        read_state_dict(path)
-
-
 WHOLE = {".safetensors": save(TENSORS), ".pt": torch_bytes(TENSORS)}
 
 
@@ -322,15 +313,6 @@ def test_any_damage_is_read_or_reported(
     except PsgradError:
         return
     assert all(isinstance(tensor, Tensor) for tensor in state_dict.values())
-
-
-@given(content=st.binary(max_size=200))
-def test_any_bytes_are_reported(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    for suffix in (".safetensors", ".pt", ".safetensors.index.json"):
-        path = tmp_path_factory.getbasetemp() / f"random{suffix}"
-        path.write_bytes(content)
-        with pytest.raises(PsgradError):
-            read_state_dict(path)
 
 
 # -- Loading -------------------------------------------------------------------------------------------------
@@ -471,16 +453,3 @@ def test_what_does_not_fit_is_listed_with_the_nearest_names() -> None:
         "      1.num_batches_tracked: float32 in the checkpoint, int64 in the model",
         "  likely cause: the factory's kwargs differ from those that the model was trained with",
     ]
-
-
-def test_only_the_first_ten_are_listed() -> None:
-    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(12)))
-    with pytest.raises(CheckpointError) as caught:
-        load_into(model, {"backbone": torch.ones(1)}, "model.pt")
-
-    message = str(caught.value)
-    assert "12 missing, 1 unexpected" in message
-    assert "9.weight" in message
-    assert "10.weight" not in message
-    assert "and 2 more" in message
-    assert "belongs to another model" in message

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,23 +131,6 @@ def test_code_in_pickled_weights_does_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "it ran").exists()
 
 
-def test_a_head_without_weights_is_an_error(tmp_path: Path) -> None:
-    tiny_model("masked-lm", tmp_path / "model")
-    said = refusal(CheckpointError, tmp_path / "model")
-    assert "has no weights for" in said
-    assert "classifier.weight" in said
-    assert "would start with random numbers there" in said
-    assert "saved as BertForMaskedLM" in said
-
-
-def test_a_head_of_another_task_whose_weights_fit_is_an_error(tmp_path: Path) -> None:
-    """classifier.weight is the name of both, with one shape."""
-    tiny_model("sequence-classification", tmp_path / "model")
-    said = refusal(CheckpointError, tmp_path / "model", "token-classification")
-    assert "model.task is token-classification, and the folder" in said
-    assert "was saved as BertForSequenceClassification, whose head is another" in said
-
-
 def test_weights_without_a_place_are_noted(tmp_path: Path) -> None:
     model = tiny_model("causal-lm", tmp_path / "model")
     model.surplus = torch.nn.Linear(2, 2)
@@ -158,33 +142,98 @@ def test_weights_without_a_place_are_noted(tmp_path: Path) -> None:
     )
 
 
-def test_weights_of_another_shape(tmp_path: Path) -> None:
-    tiny_model("sequence-classification", tmp_path / "model")
-    said = refusal(CheckpointError, tmp_path / "model", kwargs={"num_labels": 5})
-    assert "other shapes" in said
-    assert "model.kwargs change the sizes: num_labels" in said
-
-
 def test_kwargs_go_into_the_config(tmp_path: Path) -> None:
     tiny_model("sequence-classification", tmp_path / "model")
     loaded = load(tmp_path / "model", kwargs={"hidden_act": "relu"})
     assert loaded.model.config.hidden_act == "relu"
-    assert "did you mean hidden_act?" in refusal(
-        ConfigError, tmp_path / "model", kwargs={"hiden_act": "relu"}
-    )
 
 
-def test_a_folder_without_config(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    assert "has no config.json" in refusal(ConfigError, tmp_path / "model")
-    tiny_model("causal-lm", tmp_path / "model" / "checkpoint-4")
-    assert "it holds folders of models: checkpoint-4" in refusal(ConfigError, tmp_path / "model")
+def saved(task: str, **options: Any) -> Callable[[Path], object]:
+    """Makes the folder of a model of this task."""
+    return lambda folder: tiny_model(task, folder, **options)
 
 
-def test_the_folder_of_an_adapter_alone(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "adapter_config.json").write_text("{}")
-    assert "name the base model in model.pretrained" in refusal(ConfigError, tmp_path / "model")
+def with_file(name: str, content: str | None) -> Callable[[Path], object]:
+    """Makes the folder of a language model of which a file has other content; None for one that is gone."""
+
+    def make(folder: Path) -> None:
+        tiny_model("causal-lm", folder)
+        (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_text(content)
+
+    return make
+
+
+CLASSES, LM, SETTINGS = "sequence-classification", "causal-lm", "config.json"
+UNREADABLE = "transformers can't read the config"
+# (what makes the folder, the task and kwargs of the config, the error, its words)
+REFUSED: list[tuple[Callable[[Path], object], str, dict[str, Any], type[PsgradError], list[str]]] = [
+    (
+        saved("masked-lm"),
+        CLASSES,
+        {},
+        CheckpointError,
+        [
+            "no weights for",
+            "classifier.weight",
+            "start with random numbers there",
+            "saved as BertForMaskedLM",
+        ],
+    ),
+    (  # classifier.weight is the name of both, with one shape
+        saved(CLASSES),
+        "token-classification",
+        {},
+        CheckpointError,
+        ["model.task is token-classification", "as BertForSequenceClassification, whose head is another"],
+    ),
+    (saved(CLASSES), CLASSES, {"num_labels": 5}, CheckpointError, ["other shapes", "num_labels"]),
+    (saved(CLASSES), CLASSES, {"hiden_act": "relu"}, ConfigError, ["did you mean hidden_act?"]),
+    (Path.mkdir, CLASSES, {}, ConfigError, ["has no config.json"]),
+    (
+        lambda folder: tiny_model(LM, folder / "checkpoint-4"),
+        LM,
+        {},
+        ConfigError,
+        ["name one of the folders of models in it: checkpoint-4"],
+    ),
+    (
+        lambda folder: folder.mkdir() or (folder / "adapter_config.json").write_text("{}"),
+        LM,
+        {},
+        ConfigError,
+        ["name the base model in model.pretrained"],
+    ),
+    (with_file("model.safetensors", None), LM, {}, CheckpointError, ["has no weights"]),
+    (with_file("model.safetensors", "damaged"), LM, {}, CheckpointError, ["is damaged"]),
+    (with_file(SETTINGS, "{"), LM, {}, ModelError, [UNREADABLE]),
+    (with_file(SETTINGS, "[]"), LM, {}, ModelError, [UNREADABLE]),
+    (with_file(SETTINGS, '{"model_type": "of the future"}'), LM, {}, ModelError, [UNREADABLE]),
+    (
+        saved("image-classification"),
+        LM,
+        {},
+        ConfigError,
+        ["transformers has no such head for a vit model", "one of image-classification"],
+    ),
+    (saved("regression"), CLASSES, {}, ConfigError, ["set model.task: regression"]),
+    (
+        saved(CLASSES, problem_type="single_label_classification"),
+        "regression",
+        {},
+        ConfigError,
+        ["problem_type is single_label_classification"],
+    ),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_folder_that_does_not_fit_the_config_refused(case: int, tmp_path: Path) -> None:
+    make, task, kwargs, kind, words = REFUSED[case]
+    make(tmp_path / "model")
+    said = refusal(kind, tmp_path / "model", task, kwargs=kwargs)
+    assert all(each in said for each in words), said
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
@@ -198,44 +247,6 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
     config = ModelConfig(pretrained="model/model.safetensors", task="causal-lm")
     with pytest.raises(ConfigError, match="name the folder that the file lies in"):
         load_model(config, tmp_path)
-
-
-def test_a_folder_without_weights(tmp_path: Path) -> None:
-    tiny_model("causal-lm", tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").unlink()
-    assert "has no weights" in refusal(CheckpointError, tmp_path / "model", "causal-lm")
-
-
-def test_truncated_weights(tmp_path: Path) -> None:
-    tiny_model("causal-lm", tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-10])
-    assert "is damaged" in refusal(CheckpointError, tmp_path / "model", "causal-lm")
-
-
-@pytest.mark.parametrize("content", ["{", '{"model_type": "of the future"}', "[]", "{}"])
-def test_a_config_that_transformers_can_not_read(content: str, tmp_path: Path) -> None:
-    tiny_model("causal-lm", tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text(content)
-    assert "transformers can't read the config" in refusal(ModelError, tmp_path / "model", "causal-lm")
-
-
-def test_a_task_without_a_head(tmp_path: Path) -> None:
-    tiny_model("image-classification", tmp_path / "model")
-    said = refusal(ConfigError, tmp_path / "model", "causal-lm")
-    assert "transformers has no such head for a vit model" in said
-    assert "one of image-classification" in said
-
-
-def test_a_regression_head_has_no_classes(tmp_path: Path) -> None:
-    tiny_model("regression", tmp_path / "model")
-    assert "set model.task: regression" in refusal(ConfigError, tmp_path / "model")
-
-
-def test_a_classification_head_is_no_regression(tmp_path: Path) -> None:
-    tiny_model("sequence-classification", tmp_path / "model", problem_type="single_label_classification")
-    said = refusal(ConfigError, tmp_path / "model", "regression")
-    assert "problem_type is single_label_classification" in said
 
 
 @pytest.mark.parametrize("attention", ["auto", "eager", "sdpa"])

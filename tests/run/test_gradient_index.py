@@ -262,11 +262,11 @@ def test_gradient_index_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"fingerprint": {"data": "e" * 64}}, "fingerprint.data differs"),
-        ({"fingerprint": {"checkpoints": ["a" * 64, "c" * 64]}}, "fingerprint.checkpoints differs"),
-        ({"parameters": {"weight": [3, 4], "bias": [3]}}, "parameters.weight differs"),
-        ({"dtype": "float16", "projection": "none"}, "dtype, projection differ"),
-        ({"seed": 3}, "seed differs"),
+        ({"fingerprint": {**DESCRIPTION["fingerprint"], "data": "e" * 64}}, "fingerprint.data was"),
+        ({"fingerprint": {"data": "d" * 64, "checkpoints": ["a" * 64]}}, "fingerprint.checkpoints was"),
+        ({"parameters": {"weight": [3, 4], "bias": [3]}}, "parameters.weight was"),
+        ({"dtype": "float16", "projection": "none"}, 'dtype was "float32" and is "float16"; projection was'),
+        ({"seed": 3}, "seed was"),
     ],
 )
 def test_gradient_index_of_another_run_refused(tmp_path: Path, changed: dict[str, Any], named: str) -> None:
@@ -276,14 +276,9 @@ def test_gradient_index_of_another_run_refused(tmp_path: Path, changed: dict[str
         index.require(changed)
     with pytest.raises(OutputError, match="is of something else"):
         GradientIndex.resume(tmp_path, {**DESCRIPTION, **changed})
-    index.require({"fingerprint": {"data": "d" * 64}})
-    index.require(DESCRIPTION | {"fingerprint": {"checkpoints": ("a" * 64, "b" * 64)}})  # JSON has no tuples
-
-
-def test_gradient_index_resume_shows_differences(tmp_path: Path) -> None:
-    index = GradientIndex.create(tmp_path, DESCRIPTION)
-    with pytest.raises(OutputError, match="dtype: float16; the index has float32"):
-        index.require({"dtype": "float16"})
+    index.require({"fingerprint": DESCRIPTION["fingerprint"]})
+    same = {**DESCRIPTION["fingerprint"], "checkpoints": tuple(DESCRIPTION["fingerprint"]["checkpoints"])}
+    index.require(DESCRIPTION | {"fingerprint": same})  # JSON has no tuples
 
 
 def test_gradient_index_create_over_other_folder_refused(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class DatasetSamples(Samples):
         self._source = self._items.source
         self._kept, self._anew = KeptBytes(_room()), False
         self._contents: dict[str, str] = {}
-        self._ahead: tuple[int, Iterator[Item | PsgradError]] | None = None
+        self._ahead: tuple[int, Iterator[Item | PsgradError]] = -1, iter(())
         self._count = count = len(self._items)
         require_rows(count, self._source)
         with restored():
@@ -89,11 +89,11 @@ class DatasetSamples(Samples):
     def __len__(self) -> int:
         return self._count
 
-    def read(self, start: int, stop: int) -> Block:
-        return self._stacked(range(start, stop), self._in_order(start, stop))
-
     def take(self, rows: Array) -> Block:
         numbers = self._existing(rows).tolist()
+        start, stop = numbers[0], numbers[-1] + 1
+        if self._config.workers and not self._anew and numbers == list(range(start, stop)):
+            return self._stacked(numbers, self._in_order(start, stop))
         distinct = {row: self._item(row) for row in dict.fromkeys(numbers)}
         return self._stacked(numbers, [distinct[row] for row in numbers])
 
@@ -190,18 +190,13 @@ class DatasetSamples(Samples):
             return self._looked_at(row)
 
     def _in_order(self, start: int, stop: int) -> list[Item]:
-        """The items of these rows: kept ones, those of workers that read ahead, or made now."""
-        if not self._config.workers:
-            return [self._item(row) for row in range(start, stop)]
-        if self._ahead is None or self._ahead[0] != start:
-            self._ahead = start, iter(self._made_of(range(start, len(self)), seeded=not self._anew))
-        found = []
-        for row in range(start, stop):
-            each = next(self._ahead[1])
-            self._ahead = row + 1, self._ahead[1]
-            if not isinstance(each, Item):
-                self._ahead = None
-            found.append(self._keep(row, each))
+        """The items of these rows, of workers that read on from there."""
+        first, ahead = self._ahead
+        if first != start:
+            ahead = self._made_of(range(start, len(self)), seeded=True)
+        self._ahead = -1, iter(())  # until all of them are there
+        found = [self._keep(row, next(ahead)) for row in range(start, stop)]
+        self._ahead = stop, ahead
         return found
 
     def _made_of(self, rows: Sequence[int], *, seeded: bool = False) -> Iterator[Item | PsgradError]:

@@ -15,14 +15,13 @@ import pyarrow as pa
 
 from psgrad.config import DataConfig
 from psgrad.data.loss import IGNORED
-from psgrad.data.sources.arrow_types import is_list, require_numbers
+from psgrad.data.sources.arrow_types import is_list, is_text, require_numbers
 from psgrad.data.targets import unknown_label
 from psgrad.data.tasks.task import (
     Array,
     EncodedRow,
     TextRows,
     TextTask,
-    is_text,
     is_texts,
     require_kind,
 )

@@ -1,6 +1,5 @@
 """Fits that multiply by the inverse of a damped curvature: `ByMatrix` from the materialised matrix,
-`ByKernel` from the inner products of its rows, `ByProducts` from products with it. `AtOutput` scores by the
-query's loss at the output that a removal is predicted to lead to, in place of its gradient.
+`ByKernel` from the inner products of its rows, `ByProducts` from products with it.
 """
 
 from __future__ import annotations
@@ -20,16 +19,13 @@ from psgrad.engine.execution.output_rows import (
     gram_seconds,
     inner_product_operations,
     inner_products,
-    jacobian_rows,
     output_factors,
     product_seconds,
 )
-from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.influence.curvature.curvature_products import CurvatureProducts, curvature_products
 from psgrad.engine.influence.curvature.matrices import loss_hessian, sum_of_outer_products
 from psgrad.engine.influence.leverage import (
-    Corrected,
     Damping,
     InverseProblem,
     Invertible,
@@ -38,11 +34,10 @@ from psgrad.engine.influence.leverage import (
     output_products,
     vectors_that_fit,
 )
-from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
+from psgrad.engine.influence.method import Per, ScoreBlock, SelfBlock
 from psgrad.engine.influence.solvers.direct import Inverse, KernelInverse, combinations, products
 from psgrad.engine.influence.solvers.solver_costs import solved_products
 from psgrad.engine.influence.solvers.spectrum import TOLD_SECONDS, duration_words
-from psgrad.engine.transforms import vmap
 from psgrad.errors import InfluenceError
 
 
@@ -346,82 +341,3 @@ def _worst(before: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
             else {}
         ),
     }
-
-
-# Numbers of outputs whose losses are computed at once.
-_OUTPUTS = 1 << 22
-
-
-class AtOutput(Fitted):
-    """score = m_q(z_q + J_q H^-1 g_i) - m_q(z_q), m_q the measurement as a function of the output z_q, J_q
-    the output's Jacobian.
-
-    The parameters' change is that of the fit, and so is the output's to first order; of the measurement every
-    order is counted. Where the model is linear, nothing but the change of the parameters is approximate.
-
-    automatic: whether this goes with the damping that a default chose: with another damping, and by layer,
-    scores are those of the fit. Scores by layer are an error otherwise.
-    """
-
-    def __init__(self, fitted: Any, *, automatic: bool = False) -> None:
-        self.fitted: Corrected | Preconditioned = fitted
-        self.automatic = automatic
-        self.steps: Preconditioned = fitted.removed if isinstance(fitted, Corrected) else fitted
-        self.has_self_influence = fitted.has_self_influence
-        self.facts, self.calibrated = fitted.facts, fitted.calibrated
-
-    def solver(self) -> Preconditioned | None:
-        return self.fitted.solver()
-
-    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Fitted:
-        """As that of the fit."""
-        fitted: Any = self.fitted
-        changed: Fitted = fitted.with_damping(damping=damping, relative=relative)
-        return changed if self.automatic else AtOutput(changed)
-
-    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        if per != "total" and self.automatic:
-            yield from self.fitted.scores(queries, per)
-            return
-        if per != "total":
-            raise InfluenceError(
-                "scores by the query's output don't split into layers: a loss is no sum over what layers do"
-                " to the output",
-                next_step="set change: gradient, or layers: none",
-            )
-        change = _Changes(queries, self.steps)
-        for rows, changes in self.steps.training.each(change):
-            block = ScoreBlock(rows.start, rows.stop, {"": changes["scores"]})
-            yield self.fitted.marked(block) if isinstance(self.fitted, Corrected) else block
-
-    def self_influence(self) -> Iterator[SelfBlock]:
-        """By the gradient, as that of the fit."""
-        return self.fitted.self_influence()
-
-
-class _Changes:
-    """The changes of queries by removals, as a query of the training set's gradients."""
-
-    def __init__(self, queries: Examples, steps: Preconditioned) -> None:
-        rows, device = jacobian_rows(queries), steps.training.device
-        self.prepared = as_gradients(steps.precondition(queries.flat.split(rows.materialise().to(device))))
-        outputs = torch.cat([outputs["output"] for _, outputs in queries.outputs()])
-        shape = outputs.shape[1:]
-        self.outputs = outputs.to(device).double().reshape(len(outputs), -1)
-        target = queries.stream.load(0, queries.count)[1]
-        self.target = target.double() if target is not None and target.is_floating_point() else target
-
-        def loss(flat: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-            return queries.objective.criterion(flat.reshape(shape), target)
-
-        over_queries = vmap(loss, in_dims=(0, None if target is None else 0))
-        self.losses = vmap(over_queries, in_dims=(0, None))
-        self.before = over_queries(self.outputs, self.target)
-
-    def __call__(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-        steps = gradients.inner(self.prepared).reshape(len(gradients), *self.outputs.shape)
-        parts = [
-            self.losses(self.outputs + some, self.target)
-            for some in steps.split(max(1, _OUTPUTS // self.outputs.numel()))
-        ]
-        return {"scores": torch.cat(parts).double() - self.before}

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from psgrad.errors import DataError
+from psgrad.run.results.plain import content_of as content_of
+from psgrad.run.results.plain import read as read
 from psgrad.wording import unit_of_loss
 
 UNKNOWN_UNIT = "unit of the loss"
@@ -385,36 +383,3 @@ _PARTS = ("influence", "counts", "timings")
 def read_manifest(content: Mapping[str, Any], file: Path | str = "manifest.json") -> RunManifest:
     """The content of manifest.json as typed values. Raises DataError for values of other types."""
     return read(RunManifest, content, str(file))
-
-
-T = TypeVar("T")
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-def content_of(value: Any) -> Any:
-    """The keys and values that are written of a dataclass, without those that are None."""
-    kind: Any = type(value)
-    return _adapter(kind).dump_python(value, exclude_none=True, warnings=False)
-
-
-def read(kind: type[T], content: Any, name: str = "manifest.json") -> T:
-    """A dataclass from what JSON holds; unknown keys are left out. name: of the file.
-
-    Raises DataError for values of other types.
-    """
-    hashable: Any = kind
-    try:
-        found: T = _adapter(hashable).validate_python(content)
-        return found
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "its content"
-        raise DataError(
-            f"{name} can't be read: {place}: {first['msg']}",
-            expected="the file as psgrad wrote it",
-            next_step="run the command again that wrote it",
-        ) from error

@@ -13,10 +13,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from psgrad.commands.plan import plan_run
 from psgrad.engine.execution.bucket_plan import plan_buckets, positions_of
 from psgrad.engine.execution.buckets import ModelSize
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, Stream
 from psgrad.engine.gradients import Gaussian, PerSampleGradients, Rademacher, Sparse, SquareNorms, TwoSided
 from psgrad.engine.gradients.flat import as_gradients
@@ -347,7 +347,7 @@ def test_plan_of_ragged_rows() -> None:
     plan = plan_run(ragged.stream(ragged.rows([8, 8, 2, 2, 2, 2, 4, 4]), chunk_size=4), 80)
     assert plan.seconds == pytest.approx(80 / 4 * plan.chunk_seconds)
     assert not plan.replayed
-    assert plan.why == "rows differ in length, and the model does not ignore padding"
+    assert plan.replay_reason == "rows differ in length, and the model does not ignore padding"
 
 
 @pytest.mark.long
@@ -359,7 +359,7 @@ def test_plan_of_ragged_texts_that_are_replayed() -> None:
     )
     plan = plan_run(stream, 80)
     assert plan.replayed
-    assert plan.why == "20 chunks of rows padded to few lengths are worth a program"
+    assert plan.replay_reason == "20 chunks of rows padded to few lengths are worth a program"
 
 
 def test_ragged_row_that_fails_is_named() -> None:

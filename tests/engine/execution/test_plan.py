@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.models import GPT, cnn, mlp, resnet
-from psgrad.engine.execution import run_plan
+from psgrad.commands import plan
 from psgrad.engine.execution.chunk_plan import ChunkPlan, chunk_for, plan_chunk
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.pass_costs import Like, NotCapturable, observe_pass, trace_pass
 from psgrad.engine.execution.recompute import Recompute
-from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
 from psgrad.ragged import Block
@@ -265,8 +264,8 @@ def test_plan_time_has_the_fixed_cost_and_that_of_rows(
     stream = stream_of(
         mlp((20, 16, 7)), torch.randn(8, 20), torch.randint(7, (8,)), chunk_size=size, capture="off"
     )
-    monkeypatch.setattr(run_plan, "time", Clock(stream, chunk, row))
-    found = plan_run(stream, 1003)
+    monkeypatch.setattr(plan, "time", Clock(stream, chunk, row))
+    found = plan.plan_run(stream, 1003)
     assert found.chunk_seconds == pytest.approx(chunk + size * row)
     if size > 1:  # else all chunks are of one size, and nothing tells the two costs apart
         assert found.seconds == pytest.approx(-(-1003 // size) * chunk + 1003 * row)
@@ -274,8 +273,8 @@ def test_plan_time_has_the_fixed_cost_and_that_of_rows(
 
 def test_plan_time_where_the_larger_chunk_was_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine was busy during the small one: then no part is negative."""
-    assert run_plan._measured_seconds(lambda rows: 8.0 / rows, 8, 8) == (1.0, 0.0)
-    assert run_plan._measured_seconds(lambda rows: rows**2 / 8.0, 8, 8) == (0.0, 1.0)
+    assert plan._measured_seconds(lambda rows: 8.0 / rows, 8, 8) == (1.0, 0.0)
+    assert plan._measured_seconds(lambda rows: rows**2 / 8.0, 8, 8) == (0.0, 1.0)
 
 
 # -- A run ---------------------------------------------------------------------------------------------------
@@ -295,11 +294,11 @@ def test_plan_run_reads_first_rows_only(device: torch.device) -> None:
     stream = stream_of(
         mlp((20, 16, 7)).to(device), torch.randn(8, 20), torch.randint(7, (8,)), chunk_size=100
     )
-    found = plan_run(stream, 10**6)
+    found = plan.plan_run(stream, 10**6)
     assert (found.rows, found.chunk_size, found.obstacle) == (10**6, 100, None)
     assert found.replayed
     assert 0 < found.chunk_seconds < found.seconds
-    assert [(p.name, p.kinds, p.order, p.factored) for p in found.parameters] == [
+    assert [(p.parameter, p.terms, p.way, p.factored) for p in found.parameters] == [
         ("0.weight", "Product", "outer product", True),
         ("0.bias", "Dense", "direct", True),
         ("2.weight", "Product", "outer product", True),
@@ -315,10 +314,10 @@ def test_ways_are_those_that_the_pass_takes(device: torch.device) -> None:
     tokens = torch.randint(19, (8, 11))
     model = GPT(19, positions=10, width=16, layers=1, heads=2).to(device)
     stream = stream_of(model, tokens[:, :-1], tokens[:, 1:], chunk_size=8)
-    found = plan_run(stream, 8)
+    found = plan.plan_run(stream, 8)
     way = bound(Objective(model, F.cross_entropy), per_sample_square_norms)
     taken = way(stream.params, *stream.load(0, 8)).describe()
-    assert {p.name: p.order for p in found.parameters} == taken
+    assert {p.parameter: p.way for p in found.parameters} == taken
 
 
 @pytest.mark.long
@@ -364,11 +363,11 @@ class Branching(nn.Module):
 @not_in_blocks
 def test_what_depends_on_data_is_followed_while_it_runs(device: torch.device) -> None:
     stream = stream_of(Branching().to(device), torch.randn(8, 20), torch.randint(7, (8,)), chunk_size=64)
-    found = plan_run(stream, 640)
+    found = plan.plan_run(stream, 640)
     assert found.obstacle is not None
     assert "depend on data" in found.obstacle
     assert not found.replayed
-    assert [p.order for p in found.parameters] == ["outer product", "direct"]
+    assert [p.way for p in found.parameters] == ["outer product", "direct"]
     way = bound(Objective(Branching().to(device), F.cross_entropy), per_sample_square_norms)
     inputs, target = stream.load(0, 8)
     measured = allocated(lambda: way(stream.params, inputs, target), device)

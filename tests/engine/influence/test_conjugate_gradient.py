@@ -10,10 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.engine.influence.curvature.curvature_products import curvature_products
 from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradient, nystroem
 from psgrad.errors import InfluenceError
-from tests.engine.influence.problems import cross_entropy, digits, examples
 
 
 def symmetric(eigenvalues: torch.Tensor, seed: int = 0) -> torch.Tensor:
@@ -60,20 +58,6 @@ def test_conjugate_gradient_dependent_right_hand_sides() -> None:
     assert float(relative(matrix, x[rest], rhs[rest]).max()) <= 1e-8
     torch.testing.assert_close(x[3], x[2], rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(x[4], -1e6 * x[2], rtol=1e-5, atol=1e-2)
-
-
-@pytest.mark.sweep
-def test_conjugate_gradient_block_needs_fewer_products() -> None:
-    matrix = symmetric(torch.logspace(-3, 1, 150))
-    rhs = torch.randn(30, 150, dtype=torch.float64)
-    together, shared = conjugate_gradient(lambda v: v @ matrix, rhs, tolerance=1e-9, spectrum=False)
-    alone, single = conjugate_gradient(
-        lambda v: v @ matrix, rhs, tolerance=1e-9, block=1, iterations=1000, spectrum=False
-    )
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
-    assert shared["converged"]
-    assert single["converged"]
-    assert 10 * shared["products"] < single["products"]
 
 
 def test_conjugate_gradient_counts_unconverged_right_hand_sides() -> None:
@@ -166,32 +150,3 @@ def test_conjugate_gradient_extreme_eigenvalues_are_reported() -> None:
     _, facts = conjugate_gradient(lambda v: v @ matrix, torch.ones(1, 30))
     assert facts["ritz_min"] == pytest.approx(1)
     assert facts["ritz_max"] == pytest.approx(30)
-
-
-@pytest.mark.long
-def test_conjugate_gradient_iterations_on_digits() -> None:
-    """The Gauss-Newton system of a softmax regression, at a damping of 1e-4 of the mean eigenvalue: against a
-    dense solve.
-    """
-    inputs, labels, queries, answers = digits()
-    torch.manual_seed(0)
-    model = torch.nn.Linear(64, 10).double()
-    training, asked = (
-        examples(model, cross_entropy, inputs, labels),
-        examples(model, cross_entropy, queries[:40], answers[:40]),
-    )
-    products = curvature_products(training)
-    damping = 1e-4 * products.mean_eigenvalue()[0]
-    size = training.flat.size
-    rhs = asked.materialise()
-    preconditioner = nystroem(products.apply, size, damping, rank=200)
-    x, facts = conjugate_gradient(
-        products.damped(damping), rhs, tolerance=1e-9, preconditioner=preconditioner
-    )
-    assert facts["converged"]
-    assert facts["iterations"] <= 40
-    matrix = products.apply(torch.eye(size, dtype=torch.float64)) + damping * torch.eye(
-        size, dtype=torch.float64
-    )
-    expected = solved(matrix, rhs)
-    assert float(torch.linalg.vector_norm(x - expected) / torch.linalg.vector_norm(expected)) < 1e-6

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
@@ -158,34 +156,6 @@ def test_curvature_products_equal_dense_matrix(
         assert mean == pytest.approx(exact, rel=1e-10)
 
 
-@pytest.mark.long
-@settings(max_examples=10)
-@given(chunk=st.integers(1, N), vectors=st.sampled_from([1, 5, 33]), way=st.sampled_from(WAYS))
-def test_curvature_products_independent_of_chunks_and_vectors(
-    chunk: int, vectors: int, way: tuple[Callable[..., CurvatureProducts], Curvature]
-) -> None:
-    make, curvature = way
-    whole, parts = (make(problem("images", chunk_size=size)[1], curvature) for size in (N, chunk))
-    block = torch.randn(vectors, whole.flat.size, dtype=torch.float64)
-    expected = torch.cat([whole.apply(part) for part in block.split(3)])
-    torch.testing.assert_close(parts.apply(block), expected, rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.long
-def test_curvature_products_float32_model() -> None:
-    """Rows are rounded once; the products with them are of a symmetric matrix to the last digit but one of
-    float64.
-    """
-    model = image_model().float()
-    training = examples(model, cross_entropy, torch.randn(N, 1, 4, 4), torch.randint(CLASSES, (N,)))
-    result = by_rows(training, "gauss_newton")
-    matrix = result.apply(torch.eye(training.flat.size, dtype=torch.float64))
-    assert matrix.dtype == torch.float64
-    torch.testing.assert_close(matrix, matrix.t(), rtol=1e-13, atol=1e-14)
-    again = by_passes(training, "gauss_newton").apply(torch.eye(training.flat.size, dtype=torch.float64))
-    torch.testing.assert_close(again, matrix, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
 def test_curvature_products_ignored_samples(curvature: Curvature) -> None:
     model, _, x, y = problem("images")
@@ -209,24 +179,6 @@ def test_curvature_products_shared_factor() -> None:
     shared = {name: form for name, form in forms.items() if form != "materialised"}
     assert shared == {"4.weight": "shared left", "8.weight": "shared right", "10.weight": "shared left"}
     assert forms["0.weight"] == "materialised"
-
-
-@pytest.mark.long
-def test_curvature_products_by_passes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, training, inputs, target = problem("images")
-    assert isinstance(curvature_products(training), RowProducts)
-    assert isinstance(curvature_products(training, "hessian"), PassProducts)
-    monkeypatch.setattr(
-        "psgrad.engine.execution.examples.free_memory", lambda _: 3 * CLASSES * training.flat.size * 8
-    )  # of one sample, materialised
-    result = curvature_products(problem("images")[1], weight_decay=DECAY)
-    assert isinstance(result, PassProducts)
-    block = torch.randn(2, training.flat.size, dtype=torch.float64)
-    torch.testing.assert_close(
-        result.apply(block), block @ dense(model, inputs, target, "gauss_newton"), rtol=1e-10, atol=1e-10
-    )
 
 
 def test_curvature_products_estimated_trace() -> None:

@@ -126,13 +126,3 @@ def test_damping_choice_untried(rows: int, solver: str, words: str) -> None:
     facts = fitted_facts(training, Influence(solver=solver))  # type: ignore[arg-type]
     assert words in str(facts["damping_because"])
     assert facts["damping"] == pytest.approx(facts["mean_eigenvalue"])
-
-
-@pytest.mark.long
-def test_damping_choice_none_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(damping_choice, "AGREES", 1.1)
-    facts = fitted_facts(untrained())
-    assert len(facts["damping_agreement"]) == 5  # type: ignore[arg-type]
-    assert facts["relative_damping"] == 1.0
-    assert facts["damping"] == facts["mean_eigenvalue"]
-    assert str(facts["damping_because"]).startswith("the default: with none")

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
@@ -115,32 +113,6 @@ def test_datainf_self_influence(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = training.flat.join(method.precondition(training.flat.split(rows)))
     norms = torch.cat([block.preconditioned_norm for block in blocks])
     assert torch.allclose(norms.cpu(), prepared.norm(dim=1).cpu(), rtol=1e-10, atol=0)
-
-
-@pytest.mark.long
-@given(size=st.integers(1, N))
-@settings(max_examples=5, deadline=None)
-def test_datainf_scores_do_not_depend_on_chunks(size: int) -> None:
-    training, queries = problem(chunk_size=size)
-    expected = sum(oracle().values())
-    assert (
-        np.abs(matrix_of(fitted(training), queries)[""].numpy() - expected).max()
-        < 1e-10 * np.abs(expected).max()
-    )
-
-
-def test_datainf_float32_scores_are_near_those_of_float64() -> None:
-    x, y = classified(N + M, (1, 6, 6))
-    model = convolution().float()
-    training, queries = (
-        examples(model, cross_entropy, x[:N].float(), y[:N]),
-        examples(model, cross_entropy, x[N:].float(), y[N:]),
-    )
-    expected = sum(oracle().values())
-    assert (
-        np.abs(matrix_of(fitted(training), queries)[""].numpy() - expected).max()
-        < 1e-5 * np.abs(expected).max()
-    )
 
 
 def test_datainf_damping_again_equals_fit() -> None:

@@ -15,13 +15,11 @@ from tests.engine.influence.problems import (
     classified,
     convolution,
     cross_entropy,
-    digits,
     examples,
     gauss_newton,
     gradient_rows,
     mlp,
     squared_error,
-    trained_digits_mlp,
 )
 from tests.engine.influence.runs import fit, layer_scores, scores, self_influence
 
@@ -93,32 +91,6 @@ def test_dual_small_damping_precision(curvature: Any) -> None:
     shift = relative * values.sum() / rows.shape[1]
     want = (rows @ vectors[:, kept] / (values[kept] + shift)) @ (query_rows @ vectors[:, kept]).T
     np.testing.assert_allclose(scores(fitted, queries), want, rtol=0, atol=1e-6 * np.abs(want).max())
-
-
-@pytest.mark.long
-def test_dual_equals_exact_on_digits() -> None:
-    inputs, labels, test_inputs, test_labels = digits()
-    model = trained_digits_mlp()
-    training = examples(model, cross_entropy, inputs[:150], labels[:150])
-    queries = examples(model, cross_entropy, test_inputs[:30], test_labels[:30])
-    for curvature in ("gauss_newton", "fisher"):
-        for relative in (0.1, 1e-4):
-            exact = scores(fit(Influence(curvature, "exact", relative_damping=relative), training), queries)
-            dual = scores(fit(Influence(curvature, "dual", relative_damping=relative), training), queries)
-            np.testing.assert_allclose(dual, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
-
-
-@pytest.mark.long
-def test_dual_kernel_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    training, queries, *_ = setup("softmax")
-    want = scores(fit(Influence(solver="dual"), training), queries)
-    monkeypatch.setattr("psgrad.engine.execution.output_rows._SLAB_BYTES", 8 * 53 * 3 * 5)  # five samples
-    np.testing.assert_allclose(
-        scores(fit(Influence(solver="dual"), training), queries),
-        want,
-        rtol=0,
-        atol=1e-12 * np.abs(want).max(),
-    )
 
 
 @pytest.mark.long

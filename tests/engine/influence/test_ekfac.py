@@ -4,15 +4,12 @@ float64.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
@@ -141,32 +138,6 @@ def test_ekfac_layers_add_up_to_the_total(per: str) -> None:
         else {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     )
     assert set(parts) == set(names)
-
-
-@pytest.mark.sweep
-@given(
-    size=st.integers(1, N),
-    case=st.sampled_from(list(CASES)),
-    fisher=st.sampled_from(["sampled", "exact", "empirical"]),
-)
-@settings(max_examples=4, deadline=None)
-def test_ekfac_scores_do_not_depend_on_chunks(size: int, case: str, fisher: Any) -> None:
-    result, expected = (
-        matrix_of(fitted(training, fisher=fisher), queries)[""]
-        for _, training, queries in (problem(case, chunk_size=size), problem(case, chunk_size=N))
-    )
-    assert (result - expected).abs().max() < 1e-10 * expected.abs().max()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ekfac_float32_scores_are_near_those_of_float64(case: str) -> None:
-    model, training, queries = problem(case)
-    narrow = [
-        examples(copy.deepcopy(model).float(), cross_entropy, *_rows(each)) for each in (training, queries)
-    ]
-    result = matrix_of(fitted(narrow[0], fisher="empirical"), narrow[1])[""]
-    expected = matrix_of(fitted(training, fisher="empirical"), queries)[""]
-    assert (result - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def _rows(of: Examples) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from psgrad.engine.influence.leverage import Damping
 from psgrad.engine.influence.methods.influence import Influence
@@ -88,41 +86,6 @@ def test_exact_scores_by_layer(per: Any) -> None:
         want = sum(ROWS[:, where] @ prepared[:, where].T for where in own)
         np.testing.assert_allclose(part, want, rtol=0, atol=1e-11)
     np.testing.assert_allclose(sum(result.values()), scores(fitted, queries()), rtol=0, atol=1e-11)
-
-
-@pytest.mark.sweep
-@settings(max_examples=6, deadline=None)
-@given(
-    chunk_size=st.integers(1, 41), query_chunk=st.integers(1, 8), solver=st.sampled_from(["exact", "dual"])
-)
-def test_exact_independent_of_chunks(chunk_size: int, query_chunk: int, solver: Any) -> None:
-    method = Influence(solver=solver, damping=1e-3)
-    want = scores(fit(method, training()), queries())
-    result = scores(fit(method, training(chunk_size=chunk_size)), queries(chunk_size=query_chunk))
-    np.testing.assert_allclose(result, want, rtol=0, atol=1e-10 * np.abs(want).max())
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("solver", ["exact", "dual"])
-def test_exact_float32_nearly_independent_of_chunks(solver: Any) -> None:
-    model = mlp().float()
-    result = [
-        scores(
-            fit(
-                Influence(solver=solver, relative_damping=0.1),
-                examples(model, cross_entropy, INPUTS.float(), LABELS, chunk_size=size),
-            ),
-            examples(model, cross_entropy, QUERIES.float(), QUERY_LABELS, chunk_size=size),
-        )
-        for size in (3, 40)
-    ]
-    matrix = np.linalg.inv(
-        CURVATURES["gauss_newton"] + 0.1 * np.trace(CURVATURES["gauss_newton"]) / 53 * np.eye(53)
-    )
-    want = ROWS @ matrix @ QUERY_ROWS.T
-    for each in result:
-        np.testing.assert_allclose(each, result[0], rtol=0, atol=1e-5 * np.abs(want).max())
-        np.testing.assert_allclose(each, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 def test_exact_damping_again_shares_curvature() -> None:

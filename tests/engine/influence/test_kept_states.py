@@ -8,13 +8,11 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from psgrad.engine.influence import training_run
-from psgrad.engine.influence.training_run import OnDisk, room_on_disk
+from psgrad.engine.influence.training_run import OnDisk
 from psgrad.engine.influence.training_steps import TrainingState
 from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.errors import InfluenceError
@@ -108,11 +106,3 @@ def test_folder_that_is_not_there_refused(tmp_path: Path) -> None:
     with pytest.raises(InfluenceError) as caught:
         OnDisk(tmp_path / "missing", point_of(0))
     refused(caught.value, "No such file or directory")
-
-
-def test_room_on_disk_is_half_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def usage(path: Path) -> Any:
-        return type("Usage", (), {"free": 10 * point_of(0).bytes})
-
-    monkeypatch.setattr(training_run.shutil, "disk_usage", usage)
-    assert room_on_disk(tmp_path, point_of(0)) == 5

@@ -249,16 +249,6 @@ def test_leverage_estimate_error() -> None:
 
 
 @pytest.mark.long
-def test_leverage_omitted_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psgrad.engine.execution.examples.free_memory", lambda device: 1 << 12)
-    inputs, labels = classified(30)
-    training = examples(nn.Linear(6, 3).double(), cross_entropy, inputs, labels)
-    fitted = fit(Influence(solver="conjugate_gradient", weight_decay=0.1), training)
-    assert fitted.facts["leverage"] is False
-    assert not fitted.calibrated
-
-
-@pytest.mark.long
 def test_leverage_self_influence_by_solves() -> None:
     """The corrected fit takes a solve an example as the plain one does."""
     inputs, labels = classified(30)

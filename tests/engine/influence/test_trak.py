@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
@@ -104,27 +102,6 @@ def test_trak_other_measurements(data: Any) -> None:
             method, [model], data, lambda output, label: F.cross_entropy(output, label), sign=-1.0
         ),
     )
-
-
-@pytest.mark.long
-@settings(max_examples=6)
-@given(st.integers(1, N + 3), st.integers(1, 30), st.sampled_from(KINDS), st.integers(0, 3))
-def test_trak_independent_of_chunks(chunk_size: int, dimension: int, kind: Any, seed: int) -> None:
-    torch.manual_seed(seed)
-    inputs, labels = torch.randn(N + M, 6, dtype=torch.float64), torch.randint(0, CLASSES, (N + M,))
-    drawn = inputs[:N], labels[:N], inputs[N:], labels[N:]
-    method, model = TRAK(dimension=dimension, projection=kind), network(seed)
-    result = scores_of(method, *([each] for each in both(model, drawn, chunk_size=chunk_size)))
-    assert_close(result, scores_of(method, *([each] for each in both(model, drawn, chunk_size=64))))
-
-
-def test_trak_float32_model(data: Any) -> None:
-    # its gradients come in float32; all that follows is done in float64
-    method, model = TRAK(dimension=9), network().float()
-    rounded = tuple(x.float() if x.is_floating_point() else x for x in data)
-    result = scores_of(method, *([each] for each in both(model, rounded)))
-    doubles = tuple(x.double() if x.is_floating_point() else x for x in rounded)
-    assert_close(result, trak_written_out(method, [model.double()], doubles), 1e-5)
 
 
 def test_trak_damping_again_equals_fit(data: Any) -> None:

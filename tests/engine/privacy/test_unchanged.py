@@ -120,9 +120,9 @@ def paid(model: nn.Module, loss: Any = F.cross_entropy, write: Any = None) -> li
             Clipping.flat(objective.params, 1.0),
             Noise(1.0),
             "add_or_remove_one",
-            make_generator("aes"),
-            pay=lambda: steps.append("paid"),
+            make_generator(),
         )
+        steps.append("paid")
     except PsgradError as error:
         steps.append(str(error))
     return steps

@@ -4,6 +4,7 @@ parquet.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain, islice
 from pathlib import Path
 from typing import ClassVar
@@ -30,11 +31,7 @@ class Arrow(Source):
     def table(self, path: Path, roles: ColumnRoles) -> pa.Table:
         with errors_of_damage(path, "arrow"):
             whole = pa.memory_map(str(path)).read_buffer()
-            if bytes(whole[: len(_MAGIC)]) == _MAGIC:
-                file = pa.ipc.open_file(whole)
-                schema, batches = file.schema, map(file.get_batch, range(file.num_record_batches))
-            else:
-                schema, batches = (stream := pa.ipc.open_stream(whole)).schema, iter(stream)
+            schema, batches = batches_of(whole)
             require_columns(roles.columns, schema.names, path)
             wanted = pa.schema([schema.field(name) for name in roles.columns])
             categories = any(pa.types.is_dictionary(field.type) for field in wanted)
@@ -43,6 +40,15 @@ class Arrow(Source):
             if categories or not all(_is_inside(whole, batch) for batch in first):
                 return mapped(wanted, chain(first, selected))
             return pa.Table.from_batches([*first, *selected], wanted)
+
+
+def batches_of(whole: pa.Buffer) -> tuple[pa.Schema, Iterable[pa.RecordBatch]]:
+    """The schema and the batches of the content of a file or stream of Arrow's."""
+    if bytes(whole[: len(_MAGIC)]) != _MAGIC:
+        stream = pa.ipc.open_stream(whole)
+        return stream.schema, stream
+    file = pa.ipc.open_file(whole)
+    return file.schema, map(file.get_batch, range(file.num_record_batches))
 
 
 def _is_inside(whole: pa.Buffer, batch: pa.RecordBatch) -> bool:

@@ -54,20 +54,15 @@ class FoundRows(Fitted):
         return self.whole.self_influence()  # of all rows
 
 
-def vectors_of(
-    whole: FittedRows, rows: RowSource, numbers: np.ndarray | None = None
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def vectors_of(whole: FittedRows, rows: RowSource) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(numbers [b], vectors [b, k] float32) of those rows that have a score, block by block. The longest
     vector has a length of about 1, so that 16 bits have a number for each that matters.
-
-    numbers: of the rows, where they are not all.
     """
     longest = whole.longest()
     for block in rows.blocks():
         places = block.finite.nonzero().flatten()
         vectors = (whole.row_vectors(block)[places] / longest).float().numpy()
-        here = (block.start + places).numpy()
-        yield here if numbers is None else numbers[here], vectors
+        yield (block.start + places).numpy(), vectors
 
 
 def strongest_rows(whole: FittedRows, projected: torch.Tensor, top: int) -> list[set[int]]:

@@ -20,11 +20,12 @@ from psgrad.engine.execution.output_rows import (
 )
 from psgrad.engine.gradients.projections.projection import key_of
 from psgrad.engine.influence.amounts import calibrated, is_affine
+from psgrad.engine.influence.at_output import AtOutput
 from psgrad.engine.influence.curvature.curvature_products import CurvatureProducts
 from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerRoots
 from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
 from psgrad.engine.influence.damping_choice import with_chosen_damping
-from psgrad.engine.influence.inverses import AtOutput, ByKernel, ByMatrix, ByProducts, Solve
+from psgrad.engine.influence.inverses import ByKernel, ByMatrix, ByProducts, Solve
 from psgrad.engine.influence.leverage import TITLES, Corrected, Damping, InverseProblem, default_damping
 from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method
 from psgrad.engine.influence.solvers.conjugate_gradient import (
@@ -96,7 +97,7 @@ class Influence(Method):
             agreement with retraining. None: where the damping is zero by default, for the Hessian, too, which
             is the same matrix there.
         change: what a step does to the query: 'gradient' to first order, 'output' as the measurement of the
-            output that the step leads to, to first order in the parameters (inverses.py, AtOutput). It brings
+            output that the step leads to, to first order in the parameters (at_output.py). It brings
             out what a large change of a confident query is. 'auto': the latter where the damping is zero by
             default, and to first order for scores by layer.
         tolerance, iterations: of conjugate_gradient, the relative residual of each query and products at

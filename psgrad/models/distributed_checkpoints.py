@@ -1,14 +1,11 @@
-"""Weights that lie in pickles, read without running anything: what refers to code is not made. Files of
-torch.save; and folders of torch.distributed.checkpoint, as sharded training (FSDP) writes them, read by its
-own reader, without a process group. Their index is a pickle, of which nothing but its own classes is made.
+"""Folders of torch.distributed.checkpoint, as sharded training (FSDP) writes them, read by its own reader,
+without a process group. Their index is a pickle, of which nothing but its own classes is made.
 """
 
 from __future__ import annotations
 
 import pickle
-import re
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,84 +14,10 @@ from torch import Tensor
 
 from psgrad.config.values import require_regular
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.models.checkpoint_headers import SAVE_SAFELY, damaged, require_plain_archive
-from psgrad.wording import first_line, first_of
+from psgrad.wording import first_line
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
-
-# CVE-2025-32434 and CVE-2026-24747: before this version a file could run code or corrupt memory in spite of
-# weights_only.
-_SAFE_TORCH = (2, 10)
-_SHOWN = 5
-
-
-class Inert:
-    """Stands for an object of code that is not imported, such as an argparse.Namespace beside the weights. It
-    takes whatever the file would have given that object, and keeps nothing.
-    """
-
-    def __new__(cls, *_: Any, **__: Any) -> Inert:
-        return object.__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None: ...
-
-
-@dataclass(frozen=True)
-class TorchFile:
-    """What torch.save wrote, with an Inert for each object of code, whose names are `left_out`."""
-
-    content: object
-    left_out: tuple[str, ...] = ()
-
-
-def read_torch(path: Path, device: str = "cpu") -> TorchFile:
-    """What is in a file of torch.save; on the device "meta" without memory. Raises CheckpointError."""
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _SAFE_TORCH:
-        raise CheckpointError(
-            f"the checkpoint {path} is a pickle inside, and torch {torch.__version__} reads those unsafely",
-            expected="torch 2.10 or newer, or a .safetensors file",
-        )
-    require_plain_archive(path)
-    try:
-        # Warnings are about pickle protocols, which the error below explains better.
-        with warnings.catch_warnings(action="ignore"):
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-            stubs: list[Any] = [(Inert, name) for name in names]  # their names mean nothing else in there
-            with torch.serialization.safe_globals(stubs):
-                loaded = torch.load(path, map_location=device, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise holds_code(path, _refused_object(error)) from error
-    except Exception as error:  # a damaged archive fails in as many ways as it has readers
-        raise damaged(path, "torch.save archive", first_line(error)) from error
-    return TorchFile(loaded, tuple(sorted(names)))
-
-
-def holds_code(path: Path, cause: str) -> CheckpointError:
-    """What is said of a checkpoint that can't be read without running code."""
-    return CheckpointError(
-        f"the checkpoint {path} holds more than tensors and plain values; nothing in it was executed",
-        expected="a state dict, or a dict that contains one",
-        cause=cause,
-        next_step=SAVE_SAFELY,
-    )
-
-
-def refers_to(names: tuple[str, ...]) -> str:
-    """The likely cause of a file whose objects are code."""
-    return f"it refers to {first_of(names, _SHOWN)}, which is code"
-
-
-def _refused_object(error: Exception) -> str:
-    # torch's message is a page of advice on how to switch the safety off; the one fact in it is the object's
-    # name.
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    if found:
-        return refers_to((found[1],))
-    return "a damaged file, or one saved with objects of the training program inside"
-
 
 INDEX = ".metadata"
 # The classes that an index is made of. All others are refused before they are imported.
@@ -126,7 +49,7 @@ def read_distributed(folder: Path, key: str | None = None) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    metadata = read_index(folder)
+    metadata = _read_index(folder)
 
     class Reader(FileSystemReader):
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:
@@ -157,7 +80,7 @@ def read_distributed(folder: Path, key: str | None = None) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in found.items()}
 
 
-def read_index(folder: Path) -> Metadata:
+def _read_index(folder: Path) -> Metadata:
     """What a checkpoint consists of: names, shapes and types. Raises CheckpointError."""
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
