@@ -27,14 +27,12 @@ the same.
 
 Results go to standard output, messages for people to standard error. The exit codes:
 
-| code | meaning |
-| --- | --- |
-| 0 | success; if there was a gate, it passed |
-| 1 | a gate failed, or an audit contradicts a privacy guarantee |
-| 2 | the command line or the config is wrong; nothing was run |
-| 3 | the model, the data, a checkpoint or the disk caused an error |
-| 4 | a gate could not be evaluated; this is not a pass |
-| 130, 143 | interrupted by Ctrl-C, or by SIGTERM; finished work stays, and `--resume` continues |
+- 0: success; if there was a gate, it passed
+- 1: a gate failed, or an audit contradicts a privacy guarantee
+- 2: the command line or the config is wrong; nothing was run
+- 3: the model, the data, a checkpoint or the disk caused an error
+- 4: a gate could not be evaluated; this is not a pass
+- 130, 143: interrupted by Ctrl-C, or by SIGTERM; finished work stays, and `--resume` continues
 
 `psgrad --install-completion` installs completion for your shell; `--show-completion` prints the script.
 The output has no colours if `NO_COLOR` is set or if it does not go to a terminal.
@@ -66,7 +64,9 @@ def section(name: str, callback: Callable[..., None], lines: list[str], common: 
         if isinstance(about, ArgumentInfo)
     ]
     own = [line for line in lines if line not in common]
-    shared = ", ".join(f"`{line.split('`')[1].split()[0]}`" for line in lines if line in common)
+    shared = ", ".join(
+        f"`{line.split('`')[1].split()[0]}`" for line in lines if line in common and "--" in line
+    )
     parts = [
         f"### {' '.join([f'psgrad {name}', *arguments])}",
         inspect.cleandoc(callback.__doc__ or ""),

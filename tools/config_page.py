@@ -51,9 +51,11 @@ def without_repeated(rows: Mapping[str, str], before: Mapping[str, list[str]]) -
     """The lines of a section; keys that an earlier section has in the same words are named in one line."""
     for path, listed in before.items():
         repeated = [key for key, line in rows.items() if line in listed]
-        if len(repeated) > 1:
+        if len(repeated) > 1 or len(repeated) == len(rows) > 0:
             names = ", ".join(f"`{key}`" for key in repeated)
             rest = [line for key, line in rows.items() if key not in repeated]
+            if len(repeated) == len(listed) > 1:
+                names = "all keys"
             return [f"- As in [`{path}`](#{path.replace('.', '')}): {names}.", *rest]
     return list(rows.values())
 
@@ -113,7 +115,10 @@ def value_of(path: str, content: Mapping[str, Any], default: Any = None) -> str:
         return "mapping"
     if content["type"] == "boolean":
         return "" if default is not None else NAMES["boolean"]
-    return " ".join([NAMES[content["type"]], *bounds(content)]) if content["type"] != "string" else ""
+    if content["type"] == "string":
+        return ""
+    shown = isinstance(default, (int, float)) and bounds(content)  # the default says which kind of number
+    return " ".join([*([] if shown else [NAMES[content["type"]]]), *bounds(content)])
 
 
 def bounds(content: Mapping[str, Any]) -> list[str]:

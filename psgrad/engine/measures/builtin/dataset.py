@@ -160,8 +160,9 @@ class CovarianceSpectrum(Measure):
 
     For few samples, or if projected_gradients keeps the whole gradient, they are exact. Otherwise they
     are those of the projected gradients: one that is separate from the others has a `standard_error` of
-    sqrt(2 / dimension) of itself, and is too large by about `lift` (the sum of the others, by the dimension); those near or below `floor` (trace
-    / dimension) cannot be separated from the rest. The trace is always that of the whole gradients.
+    sqrt(2 / dimension) of itself, and is too large by about `lift` (the sum of the others, by the
+    dimension); those near or below `floor` (trace / dimension) cannot be separated from the rest. The
+    trace is always that of the whole gradients.
 
     Options:
         top: how many eigenvalues are listed.
