@@ -95,7 +95,6 @@ class TrainingConfig(RecipeConfig):
     """
     states: Literal["memory", "disk"] = "memory"
     """Where the states of the run are kept until it is differentiated; what does not fit is computed again.
-    disk: that of the output, in a file without a name.
     """
 
     @property
