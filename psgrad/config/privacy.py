@@ -141,8 +141,8 @@ class PrivacyConfig(ConfigSection):
     the run begins then depends on the data.
     """
     on_error: Literal["end", "zero"] = "end"
-    """Whether a record on which the model or the loss fails ends the run before the step is paid for, or adds
-    zero to the sum. Where the model draws at random, zero computes each record alone.
+    """Whether a record on which the model, the loss or its reading fails ends the run before the step is paid
+    for, or adds zero to the sum. Where the model draws at random, zero computes each record alone.
     """
     checkpoint_every: Annotated[int | str, BeforeValidator(_interval)] = "30s"
     """A number of steps, or a time such as 30s, 5min or 1h."""
