@@ -144,7 +144,7 @@ def test_what_the_run_says_is_what_the_config_leads_to(two_steps: tuple[Path, st
 def test_files_that_the_page_names_are_written(two_steps: tuple[Path, str, float]) -> None:
     folder = two_steps[0]
     section = TEXT[TEXT.index("## The run folder") :].partition("\n## ")[0]
-    named = re.findall(r"^\| `([\w./*]+)` \|", section, flags=re.MULTILINE)
+    named = re.findall(r"^- `([\w./*]+)`: ", section, flags=re.MULTILINE)
     assert len(named) == 10
     for name in named:
         # The model of this run has no adapters, and nobody asked for a report.

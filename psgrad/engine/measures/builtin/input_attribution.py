@@ -199,8 +199,7 @@ class InputGradient(Attribution):
     A map shows the gradient with its sign; for ids, its norm over the entries of the embedding.
 
     Options:
-        of: what is differentiated: loss, or the output for the class of the label (target) or of the model's
-            own prediction (prediction).
+        of: loss, or the output of the label's class (target), or of the predicted one (prediction).
     """
 
     of: Of = "loss"
@@ -233,8 +232,7 @@ class GradientXInput(Attribution):
     are looked up.
 
     Options:
-        of: what is attributed: loss, or the output for the class of the label (target) or of the model's own
-            prediction (prediction).
+        of: loss, or the output of the label's class (target), or of the predicted one (prediction).
     """
 
     of: Of = "loss"
@@ -269,8 +267,7 @@ class IntegratedGradients(Attribution):
     more steps: kinks (ReLU) and steep paths need them.
 
     Options:
-        of: what is attributed: loss, or the output for the class of the label (target) or of the model's own
-            prediction (prediction).
+        of: loss, or the output of the label's class (target), or of the predicted one (prediction).
         steps: points of the Gauss-Legendre rule along the line, at least 1.
         baseline: the value of every entry of an input at the start of the line, and of every entry of
             embeddings.
@@ -338,8 +335,7 @@ class SmoothGrad(Attribution):
     with its sign; for ids, its norm.
 
     Options:
-        of: what is differentiated: loss, or the output for the class of the label (target) or of the model's
-            own prediction (prediction).
+        of: loss, or the output of the label's class (target), or of the predicted one (prediction).
         samples: noisy copies of each input, at least 1.
         noise: standard deviation of the noise, as a share of the range of the sample's own values (largest
             minus smallest), more than 0.
