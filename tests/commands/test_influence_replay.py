@@ -288,11 +288,7 @@ def test_replay_by_own_step_that_ends_elsewhere_is_refused(own: InfluenceWorkpla
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        (
-            {"step": "own.py:wrong"},
-            2,
-            "influence.training.step: own.py:wrong can't be called as step(params,",
-        ),
+        ({"step": "own.py:wrong"}, 2, "influence.training.step: own.py:wrong can't be called as"),
         ({"step": "own.py:missing"}, 2, "own.py has no 'missing'"),
         ({"step": "own.py:failing"}, 3, "the training step own.py:failing raised"),
         ({"batches": "own.py:too_high"}, 3, f"own.py:too_high returned the row {ROWS} for step 0"),

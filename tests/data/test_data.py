@@ -673,38 +673,16 @@ def test_the_fingerprint_of_a_dataset(factory: Any, tmp_path: Path) -> None:
     ("name", "kind", "expected"),
     [
         ("empty", DataError, "the dataset of sets.py:empty has no rows"),
-        (
-            "number",
-            DataError,
-            (
-                "the factory sets.py:number returned an object of type int\n  expected: a map-style torch"
-                " Dataset"
-            ),
-        ),
-        (
-            "lengthless",
-            DataError,
-            "the length of the dataset of sets.py:lengthless raised NotImplementedError: no idea",
-        ),
+        ("number", DataError, "the factory sets.py:number returned an object of type int"),
+        ("lengthless", DataError, "the length of the dataset of sets.py:lengthless raised"),
         ("raising", DataError, "row 2 of the dataset of sets.py:raising raised OSError: the picture is gone"),
-        (
-            "ragged",
-            DataError,
-            "row 2 of the dataset of sets.py:ragged has the shapes [[2, 3], []], row 0 [[2], []]",
-        ),
+        ("ragged", DataError, "row 2 of the dataset of sets.py:ragged has the shapes [[2, 3], []], row 0"),
         ("crooked", DataError, "'input 0' in row 0 is ragged"),
         ("objects", DataError, "'input 0' in row 0 is of type object"),
         ("texts", DataError, "'input 0' is of type <U1"),
         ("fails", DataError, "the factory sets.py:fails raised ValueError: no such split"),
         ("piars", ConfigError, "did you mean pairs"),
-        (
-            "dicts",
-            ConfigError,
-            (
-                "are dicts, and data.inputs does not say which columns the model reads\n  expected: one or"
-                " more of x, m, y"
-            ),
-        ),
+        ("dicts", ConfigError, "are dicts, and data.inputs does not say which columns the model reads"),
     ],
 )
 def test_datasets_that_can_not_be_used(

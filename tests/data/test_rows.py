@@ -142,10 +142,7 @@ def test_samples_are_made_of_the_rows_of_every_format(tmp_path: Path, name: str)
         ('{"x": true}', "the column 'x' has mixed types: "),
         ('{"x": [1]}', "the column 'x' has mixed types: "),
         ('{"x": [1, "a"]}', "the column 'x' has mixed types: "),
-        (
-            '{"x": 18446744073709551616}',
-            "the column 'x' holds more than a 64-bit",
-        ),
+        ('{"x": 18446744073709551616}', "the column 'x' holds more than a 64-bit"),
         ('{"x": "\\ud800"}', "the column 'x' h"),
     ],
 )

@@ -72,11 +72,7 @@ def test_chat_labels_are_the_tokens_of_the_assistant(marked: bool, tmp_path: Pat
         (CHAT[:1], CHAT_TEMPLATE, "the chat has no turn of the assistant; its roles: user"),
         ([], CHAT_TEMPLATE, "the chat has no turn of the assistant"),
         (CHAT, None, "the tokenizer has no chat template, and data.messages needs one"),
-        (
-            CHAT,
-            "{{ raise_exception('roles must alternate') }}",
-            "the chat template raised TemplateError: roles",
-        ),
+        (CHAT, "{{ raise_exception('roles must alternate') }}", "the chat template raised TemplateError"),
         (
             CHAT,
             "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
@@ -181,20 +177,8 @@ SQUAD = {"q": "who sat?", "c": "the cat sat on the mat"}
     [
         ("causal-lm", {"t": " "}, {"text": "t"}, DataError, "the text in 't' is empty"),
         ("causal-lm", {"t": None}, {"text": "t"}, DataError, "'t' is of type null"),
-        (
-            "causal-lm",
-            {"t": 5},
-            {"text": "t"},
-            DataError,
-            "'t' is of type int64\n  expected: a column of text",
-        ),
-        (
-            "causal-lm",
-            {"t": TEXT},
-            {"text": "t", "target": "t"},
-            ConfigError,
-            "the labels are the text's",
-        ),
+        ("causal-lm", {"t": 5}, {"text": "t"}, DataError, "'t' is of type int64"),
+        ("causal-lm", {"t": TEXT}, {"text": "t", "target": "t"}, ConfigError, "the labels are the text's"),
         ("causal-lm", {"t": TEXT}, {"text": ["t", "u"]}, ConfigError, "two columns of text"),
         (
             "seq2seq-lm",
