@@ -92,21 +92,6 @@ def test_index_update_of_unchanged_data(place: InfluenceWorkplace) -> None:
     assert {path: path.read_bytes() for path in (place.folder / "index").rglob("*.safetensors")} == files
 
 
-@pytest.mark.sweep
-def test_index_update_twice_and_back(place: InfluenceWorkplace) -> None:
-    expected = scores_with_index(place, EVERY, "--overwrite")
-    for rows in ([*EVERY[3:], 24], [25, *EVERY[:20]], EVERY):
-        found = scores_with_index(place, rows, "--update")
-    pd.testing.assert_frame_equal(found, expected, rtol=1e-6, atol=1e-9)
-
-
-def scores_with_index(place: InfluenceWorkplace, rows: list[int], option: str) -> pd.DataFrame:
-    with_rows(place, rows)
-    ended = place.index(option)
-    assert ended.code == 0, ended.err
-    return scores(place)
-
-
 @pytest.mark.long
 def test_index_update_names_new_rows_that_are_not_finite(place: InfluenceWorkplace) -> None:
     assert place.index().code == 0

@@ -141,17 +141,6 @@ def test_parts_are_answered_from_an_index(place: InfluenceWorkplace, broken: boo
 
 
 @pytest.mark.long
-def test_part_of_which_no_query_is_finite(place: InfluenceWorkplace) -> None:
-    """Five parts of five queries: the four that are finite are divided."""
-    inputs = place.queries["x"].copy()
-    inputs[0] = np.nan
-    place.save_queries(x=inputs)
-    in_parts(place, QUERIES)
-    place.ranked("--no-report")
-    assert_same_scores(place)
-
-
-@pytest.mark.long
 def test_parts_write_the_matrix_of_all_queries(place: InfluenceWorkplace) -> None:
     in_parts(place, 3, "--matrix")
     place.ranked("--no-report", "--matrix")

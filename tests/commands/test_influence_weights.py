@@ -122,13 +122,6 @@ def test_training_rows_with_weights_are_queries(place: InfluenceWorkplace, queri
     np.testing.assert_allclose(with_weights[1:], cosines[1:, rows], rtol=1e-7)
 
 
-@pytest.mark.long
-def test_ekfac_takes_weights(place: InfluenceWorkplace) -> None:
-    place.section["method"] = "ekfac"
-    outcome = place.influence("--no-report")
-    assert outcome.code == 0, outcome.err
-
-
 @pytest.mark.parametrize(
     "method", ["datainf", "projected_influence", "trak", {"name": "ekfac", "fisher": "empirical"}], ids=str
 )

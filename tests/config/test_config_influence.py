@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from psgrad.commands.influence_setup import errors_of_own_method, method_from
+from psgrad.commands.influence_setup import method_from
 from psgrad.config import IndexConfig, InfluenceConfig, MethodConfig, load_config
 from psgrad.engine.influence.index.stored_index import IndexSpec
-from psgrad.errors import ConfigError, InfluenceError
+from psgrad.errors import ConfigError
 from psgrad.plugins import METHODS, own_classes
 from tests.config.test_config import MINIMAL
 
@@ -34,17 +34,6 @@ def error_of(folder: Path, *overrides: str) -> str:
 
 
 # -- What is accepted ----------------------------------------------------------------------------------------
-
-
-def test_all_of_it_may_be_left_out(tmp_path: Path) -> None:
-    found = load(tmp_path)
-    assert (found.method.name, found.measurement.name, found.queries, found.checkpoints) == (
-        "influence",
-        "loss",
-        None,
-        None,
-    )
-    assert (found.top, found.layers, found.normalize, found.index) == (10, "none", "none", None)
 
 
 def test_names_stand_for_groups(tmp_path: Path) -> None:
@@ -163,12 +152,6 @@ def test_tracin_names_the_checkpoints_without_a_learning_rate(tmp_path: Path) ->
 # -- Methods -------------------------------------------------------------------------------------------------
 
 
-def options_error(name: str, **options: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        method_from(MethodConfig(name=name, **options), Path())
-    return str(caught.value)
-
-
 def test_each_method_is_found_by_its_name_with_its_defaults() -> None:
     for name, kind in own_classes(METHODS).items():
         assert method_from(MethodConfig(name=name), Path()) == kind()
@@ -178,22 +161,6 @@ def test_each_method_is_found_by_its_name_with_its_defaults() -> None:
 def test_an_unknown_method_is_reported_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="there is no method 'gradient_dt'; did you mean gradient_dot"):
         MethodConfig(name="gradient_dt")
-
-
-def test_unknown_options_of_a_method_are_reported_with_what_it_takes() -> None:
-    assert (
-        "influence.method: dimensions: unknown option of trak; did you mean dimension? it takes"
-        in options_error("trak", dimensions=3)
-    )
-    assert "influence.method: damping: unknown option of gradient_dot; it takes none" in options_error(
-        "gradient_dot", damping=3
-    )
-
-
-def test_options_of_another_type_are_reported() -> None:
-    assert "influence.method: trak.dimension: got 'many', expected a whole number" in options_error(
-        "trak", dimension="many"
-    )
 
 
 def test_a_method_of_ones_own_is_a_class(tmp_path: Path) -> None:
@@ -211,16 +178,6 @@ def test_a_method_of_ones_own_is_a_class(tmp_path: Path) -> None:
         method_from(MethodConfig(name="own.py:number"), tmp_path)
     with pytest.raises(ConfigError, match=r"influence.method: own.py:Half does not define fit"):
         method_from(MethodConfig(name="own.py:Half"), tmp_path)
-
-
-def test_what_fails_under_a_method_of_ones_own_is_its_mistake_and_not_psgrads() -> None:
-    words = "scoring by the method own.py:Mine raised ZeroDivisionError: division by zero"
-    with pytest.raises(InfluenceError, match=words), errors_of_own_method("own.py:Mine"):
-        1 / 0  # noqa: B018
-    with pytest.raises(ZeroDivisionError), errors_of_own_method("ekfac"):
-        1 / 0  # noqa: B018
-    with pytest.raises(ConfigError, match="known"), errors_of_own_method("own.py:Mine"):
-        raise ConfigError("known")
 
 
 @pytest.mark.parametrize(

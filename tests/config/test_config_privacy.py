@@ -56,22 +56,6 @@ def error_of(folder: Path, *overrides: str) -> str:
 # -- What is accepted ----------------------------------------------------------------------------------------
 
 
-def test_defaults(tmp_path: Path) -> None:
-    privacy = load(tmp_path)
-
-    assert (privacy.steps, privacy.delta, privacy.expected_batch_size) == (300, 1e-5, 128.0)
-    assert privacy.relation == "add_or_remove_one"
-    assert (privacy.unit, privacy.augmentation, privacy.trainable) == (None, None, None)
-    assert (privacy.clipping.groups, privacy.clipping.rule, privacy.clipping.adaptive) == (
-        "flat",
-        "clip",
-        None,
-    )
-    assert privacy.noise.seed is None
-    assert privacy.noise.schedule.kind == "constant"
-    assert (privacy.checkpoint_seconds, privacy.checkpoint_steps) == (30.0, None)
-
-
 def test_without_the_section_nothing_is_private(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(MINIMAL)
     assert load_config(tmp_path / "config.yaml").privacy is None

@@ -97,18 +97,6 @@ def test_arrays_come_back_in_blocks_of_any_size(tmp_path: Path, suffix: str, blo
     )
 
 
-@pytest.mark.parametrize("suffix", ["npz", "parquet", "safetensors"])
-def test_blocks_may_be_read_in_any_order(tmp_path: Path, suffix: str) -> None:
-    write_all_formats(tmp_path)
-    samples = load(tmp_path, f"data.{suffix}", inputs="pixels")
-    for start, stop in ((5, 9), (0, 2), (10, 11), (0, ROWS), (3, 4)):
-        block = samples.read(start, stop)
-        assert torch.equal(block.inputs[0], torch.tensor(PIXELS[start:stop], dtype=torch.float32))
-        assert block.target is None
-    assert samples.targets is None
-    assert samples.ids.tolist() == list(range(ROWS))
-
-
 def test_blocks_are_the_readers_own(tmp_path: Path) -> None:
     write_all_formats(tmp_path)
     for suffix in ("npz", "parquet", "safetensors"):
@@ -557,13 +545,6 @@ def test_text_and_complex_arrays_are_no_numbers(tmp_path: Path) -> None:
 
 def test_two_columns_of_one_name(tmp_path: Path) -> None:
     assert "has 2 columns named 'a'" in error(tmp_path, write_csv(tmp_path, "a,a\n1,2\n"), inputs="a")
-
-
-def test_a_csv_that_is_not_text(tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_bytes(b"a,b\n\xff\xfe,2\n")
-    assert "data.csv" in error(tmp_path, "data.csv", inputs="a", target="b")
-    (tmp_path / "data.csv").write_bytes(b"\xff\xfea,b\n1,2\n")
-    assert "data.csv can't be read as text" in error(tmp_path, "data.csv", inputs="a")
 
 
 @pytest.mark.parametrize("suffix", ["npz", "parquet", "safetensors"])

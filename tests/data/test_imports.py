@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, DataError, ModelError
-from psgrad.user_code import call_factory, module_of, resolve
+from psgrad.user_code import call_factory, resolve
 
 
 def write(folder: Path, text: str, name: str = "code.py") -> str:
@@ -147,8 +147,3 @@ def test_a_type_error_inside_the_factory_is_the_factorys(tmp_path: Path) -> None
     spec = write(tmp_path, "def build(): return 1 + 'a'\n")
     with pytest.raises(ModelError, match="raised TypeError: unsupported operand"):
         call_factory(f"{spec}:build", tmp_path, {}, raises=ModelError)
-
-
-def test_module_of() -> None:
-    assert module_of("a.b:c.d") == "a.b"
-    assert module_of("C:/x/model.py:build") == "C:/x/model.py"

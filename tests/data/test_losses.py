@@ -64,13 +64,6 @@ def test_cross_entropy_is_torchs_without_the_mean(options: dict[str, Any]) -> No
     )
 
 
-def test_weighted_losses_add_up_to_torchs_weighted_mean() -> None:
-    output, target = torch.randn(6, CLASSES), labels(6)
-    weight = torch.tensor(WEIGHT)
-    mine = losses("cross_entropy", output, target, weight=WEIGHT).sum() / weight[target].sum()
-    torch.testing.assert_close(mine, F.cross_entropy(output, target, weight))
-
-
 def test_cross_entropy_of_positions_is_their_mean() -> None:
     output, target = torch.randn(3, CLASSES, 2, 5), labels(3, 2, 5)
     expected = F.cross_entropy(output, target, reduction="none").mean(dim=(1, 2))

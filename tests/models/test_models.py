@@ -83,12 +83,6 @@ def test_with_a_checkpoint(folder: Path) -> None:
     assert loaded.sha256 == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_with_a_key(folder: Path) -> None:
-    torch.save({"ema": {"weight": torch.ones(1, 2), "bias": torch.ones(1)}}, folder / "last.ckpt")
-    loaded = load(folder, "linear", checkpoint="last.ckpt", state_dict_key="ema")
-    assert all((parameter == 1).all() for parameter in loaded.model.parameters())
-
-
 def test_the_hash_of_a_sharded_checkpoint_covers_every_shard(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"weight": "a.safetensors", "bias": "b.safetensors"}}')
