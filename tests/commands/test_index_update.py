@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -18,11 +16,8 @@ from tests.workplace import ROWS
 
 
 @pytest.fixture
-def place(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
+def place(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
+    found = influence_place
     found.section["index"] = {"path": "index", "projection": "none", "features": "margin"}
     found.section["index"]["rows_per_shard"] = 7
     return found

@@ -4,8 +4,6 @@ else.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -38,11 +36,8 @@ class Rows(torch.utils.data.Dataset):
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
+def place(influence_place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> InfluenceWorkplace:
+    found = influence_place
     monkeypatch.setattr("psgrad.reports.influence_page.write_influence_report", lambda result, write: None)
     return found
 

@@ -4,7 +4,6 @@ run that does not lead to the checkpoint is refused.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,9 @@ EPOCHS, BATCH, RATE, SEED = 5, 16, 0.1, 4
 
 
 @pytest.fixture
-def replay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
+def replay(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
     """A smooth run of plain gradient descent, from weights in a file."""
-    place = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    place.prepare()
+    place = influence_place
     place.save_checkpoint("initial.safetensors", seed=7)
     del place.config["model"]["checkpoint"]
     place.config["engine"] = {"dtype": "float64"}

@@ -15,12 +15,9 @@ DECAY = 0.05
 
 
 @pytest.fixture
-def place(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
+def place(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
     """Ridge regression at the minimum of its weighted objective; row 0 weighs nothing."""
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
+    found = influence_place
     random = np.random.default_rng(3)
     weights = random.integers(1, 4, ROWS) / 2
     weights[0] = 0.0
