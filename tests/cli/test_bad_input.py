@@ -162,7 +162,7 @@ BAD: dict[str, tuple[Change, int, tuple[str, ...]]] = {
         ("the label 'y' is 1e+20 in row 0",),
     ),
     "ragged rows": (ragged, 3, ("Python objects", "pad the rows")),
-    "cells of csv": (csv("a,b,y\n1,2,0\n1,2,1\n1,2\n"), 3, ("row 2", "2 cells, the header 3")),
+    "cells of csv": (csv("a,b,y\n1,2,0\n1,2,1\n1,2\n"), 3, ("rows.csv", "Expected 3 columns, got 2")),
     "empty npz": (columns(**dict.fromkeys("xy", lambda x: x[:0]), uid=lambda u: u[:0]), 3, ("has no rows",)),
     "empty csv": (csv("a,b,y\n"), 3, ("has no rows",)),
     "ids twice": (

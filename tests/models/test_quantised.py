@@ -330,7 +330,7 @@ def test_whole_weights_are_not_put_into_fewer_bits(tmp_path: Path) -> None:
         ("pretrained: a, task: causal-lm, load: 2bit", "", "model.load: got '2bit', expected one of 4bit"),
         (
             "pretrained: a, task: causal-lm, load: 4bit",
-            "engine: {parameters: sharded}",
+            "engine: {parameters: offloaded}",
             "model.load: 4bit keeps the weights on the device",
         ),
     ],
