@@ -38,6 +38,8 @@ Results go to standard output, messages for people to standard error. The exit c
 The output has no colours if `NO_COLOR` is set or if it does not go to a terminal.
 
 ## Options of several commands
+
+Every command has `--debug`.
 """
 _COMMON = 3
 """An option of so many commands, in the same words, is described once for all of them."""

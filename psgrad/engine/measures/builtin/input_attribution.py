@@ -212,7 +212,7 @@ class InputGradient(Attribution):
         "Simonyan, Vedaldi, Zisserman: Deep Inside Convolutional Networks: Visualising Image Classification"
         " Models and Saliency Maps (2013), section 3"
     )
-    cost: ClassVar[str] = "a pass of its own, forward and backward, without gradients of parameters"
+    cost: ClassVar[str] = "a pass of its own, without gradients of parameters"
     meanings: ClassVar[dict[str, str]] = {
         "input_gradient": (
             "L2 norm of the gradient in the sample's inputs ({loss} or logit per unit of input)"
@@ -245,7 +245,7 @@ class GradientXInput(Attribution):
         "Shrikumar et al.: Not Just a Black Box: Learning Important Features Through Propagating Activation"
         " Differences (2016), section 2.1"
     )
-    cost: ClassVar[str] = "a pass of its own, forward and backward, without gradients of parameters"
+    cost: ClassVar[str] = "a pass of its own, without gradients of parameters"
     meanings: ClassVar[dict[str, str]] = {
         "gradient_x_input": (
             "rise of the loss (or logit) per relative growth of the whole input: the sum over its parts"
