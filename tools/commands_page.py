@@ -67,7 +67,9 @@ def section(name: str, callback: Callable[..., None], lines: list[str], common: 
     ]
     own = [line for line in lines if line not in common]
     shared = ", ".join(
-        f"`{line.split('`')[1].split()[0]}`" for line in lines if line in common and "--" in line
+        f"`{line.split('`')[1].split()[0]}`"
+        for line in lines
+        if line in common and "--" in line and "debug" not in line
     )
     parts = [
         f"### {' '.join([f'psgrad {name}', *arguments])}",
