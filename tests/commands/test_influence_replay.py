@@ -4,7 +4,6 @@ run that does not lead to the checkpoint is refused.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,9 @@ EPOCHS, BATCH, RATE, SEED = 5, 16, 0.1, 4
 
 
 @pytest.fixture
-def replay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
+def replay(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
     """A smooth run of plain gradient descent, from weights in a file."""
-    place = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    place.prepare()
+    place = influence_place
     place.save_checkpoint("initial.safetensors", seed=7)
     del place.config["model"]["checkpoint"]
     place.config["engine"] = {"dtype": "float64"}
@@ -288,11 +284,7 @@ def test_replay_by_own_step_that_ends_elsewhere_is_refused(own: InfluenceWorkpla
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        (
-            {"step": "own.py:wrong"},
-            2,
-            "influence.training.step: own.py:wrong can't be called as step(params,",
-        ),
+        ({"step": "own.py:wrong"}, 2, "influence.training.step: own.py:wrong can't be called as"),
         ({"step": "own.py:missing"}, 2, "own.py has no 'missing'"),
         ({"step": "own.py:failing"}, 3, "the training step own.py:failing raised"),
         ({"batches": "own.py:too_high"}, 3, f"own.py:too_high returned the row {ROWS} for step 0"),

@@ -303,13 +303,6 @@ def test_index_search_refuses(place: InfluenceWorkplace, options: tuple[str, ...
     )
 
 
-def test_index_search_refuses_methods_that_need_curvature(place: InfluenceWorkplace) -> None:
-    assert place.index().code == 0
-    place.section["index_search"] = "approximate"
-    place.section["method"] = "ekfac"
-    place.influence().refused(3, "an index has no answer by ekfac", "no curvature of the model")
-
-
 @pytest.mark.parametrize(
     ("search", "words"),
     [

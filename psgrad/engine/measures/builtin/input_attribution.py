@@ -264,12 +264,9 @@ class GradientXInput(Attribution):
 
 @dataclass
 class IntegratedGradients(Attribution):
-    """The mean gradient along the line from the baseline to the input, times their difference. The sum of all
-    parts is the rise of the loss (or logit) from the baseline to the input. The gap is the error of this sum,
-    that is, of the integral.
-
-    If the gap is large compared with the sum of absolute values, use more steps: kinks (ReLU) and steep paths
-    need them.
+    """The mean gradient along the line from the baseline to the input, times their difference. The sum of
+    all parts is the rise of the loss (or logit); the gap is the error of this sum. If it is large, use
+    more steps: kinks (ReLU) and steep paths need them.
 
     Options:
         of: what is attributed: loss, or the output for the class of the label (target) or of the model's own
@@ -336,11 +333,9 @@ class IntegratedGradients(Attribution):
 
 @dataclass
 class SmoothGrad(Attribution):
-    """The mean of the gradients at noisy copies of the input; for inputs of ids, the noise is added to the
-    embeddings that are looked up.
-
-    The noise is normal, and drawn for each sample from the number of its row. A map shows the mean gradient
-    with its sign; for ids, its norm over the entries of the embedding.
+    """The mean of the gradients at noisy copies of the input; for inputs of ids, of the embeddings. The
+    noise is normal, and drawn for each sample from the number of its row. A map shows the mean gradient
+    with its sign; for ids, its norm.
 
     Options:
         of: what is differentiated: loss, or the output for the class of the label (target) or of the model's

@@ -294,9 +294,8 @@ class RelativeNorm(Measure):
     """How far a step of size 1 along this sample's gradient would move the parameters, as a share of their
     norm.
 
-    measures.json has the names of the layers, in the order of `relative_norm_layer`, from 0. A layer whose
-    parameters are all zero has no relative norm. The table `parameters` has the samples' distribution for
-    each parameter.
+    measures.json has the names of the layers. A layer whose parameters are all zero has no relative
+    norm. The table `parameters` has the samples' distribution for each parameter.
     """
 
     name: ClassVar[str] = "relative_norm"

@@ -110,14 +110,13 @@ _ROWS = 4096
 
 @dataclass
 class NeighbourDistance(Measure):
-    """The mean distance to the nearest samples in the space of projected gradients, Euclidean and by angle,
-    and the nearest sample.
+    """The mean distance to the nearest samples in the space of projected gradients, Euclidean and by
+    angle, and the nearest sample.
 
-    If there are more than `reference` samples, the neighbours are searched in a random subset of that size,
-    drawn with the run's seed. Time and memory then grow with the samples, not with their square, and
-    distances are longer than among all, for all samples alike. A sample is never its own neighbour. A zero
-    gradient has no angle with others. `distance_error` is the relative error of a distance between
-    projections, at one standard deviation.
+    Of more than `reference` samples, neighbours are searched in a random subset of that size, and
+    distances are longer, for all samples alike. A sample is never its own neighbour. A zero gradient
+    has no angle with others. `distance_error` is the relative error of a distance, at one standard
+    deviation.
 
     Options:
         neighbours: how many; all, if there are fewer.
