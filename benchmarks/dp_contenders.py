@@ -107,7 +107,7 @@ def psgrad(training: Training) -> Step:
     model = copy.deepcopy(training.model).train()
     objective = Objective(model, F.cross_entropy)
     parameters = dict(model.named_parameters())
-    generator = make_generator("aes")
+    generator = make_generator()
     sampling = Sampling("poisson", sample_rate=training.sample_rate)
     clipping, noise = Clipping.flat(parameters, training.bound), Noise(training.noise_multiplier)
     private = PrivateTraining(

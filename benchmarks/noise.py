@@ -4,9 +4,8 @@
 
 Two contests, whose ways take turns in every round:
 
-    normals      so many float32 normals in new memory: psgrad's default generator (AES-256 in counter mode),
-    its `torch` opt-out,
-                 torch.randn, and, where randomgen is installed, its AES and ChaCha generators
+    normals      so many normals: psgrad's generator (AES-256 in counter mode, float64), torch.randn, and,
+                 where randomgen is installed, its AES and ChaCha generators
     step         a perceptron of about so many parameters, a batch of 256: the ordinary step of SGD, the
     private one (clip, noise, SGD),
                  the same without noise, and the noise by itself. Records are not drawn, and rows not fetched
@@ -42,11 +41,10 @@ CLASSES, INPUTS = 10, 784
 
 def generators(count: int) -> dict[str, Callable[[], Any]]:
     """Ways to `count` float32 normals; torch.randn is the plain one."""
-    aes, fast = make_generator("aes"), make_generator("torch")
+    aes = make_generator()
     ways: dict[str, Callable[[], Any]] = {
         "plain": lambda: torch.randn(count),
-        "psgrad aes": lambda: aes.normal((count,)),
-        "psgrad torch": lambda: fast.normal((count,)),
+        "psgrad aes": lambda: aes.normal_blocks(count, 1.0, lambda start, block: None),
     }
     try:
         import numpy as np
@@ -76,7 +74,7 @@ def steps(parameters: int) -> tuple[dict[str, Callable[[], Any]], int]:
     objective = Objective(model, F.cross_entropy)
     trained = dict(model.named_parameters())
     optimizer = torch.optim.SGD(trained.values(), lr=1e-6)
-    clipping, generator = Clipping.flat(trained, 1.0), make_generator("aes")
+    clipping, generator = Clipping.flat(trained, 1.0), make_generator()
     source = batch_source(objective.loss, objective.params, (inputs,), target, has_aux=True)
     sums = source(clipping).sums
 

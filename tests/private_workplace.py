@@ -38,7 +38,6 @@ def leave_out_slow_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "psgrad.commands.private_steps.write_plots", lambda result, public, private, unit: None
     )
-    monkeypatch.setattr("psgrad.commands.private_steps.pld_curve", lambda events, delta: [])
     monkeypatch.setattr(
         "psgrad.commands.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
     )

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +17,6 @@ from torch import Tensor
 from psgrad.commands.private_setup import PrivateSetup
 from psgrad.commands.private_statement import Statement, ledger_header
 from psgrad.engine.execution.loading import to_device
-from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.privacy.audit import Replayed, compare_neighbours
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams, batch_source
 from psgrad.engine.privacy.clipped_sums import Total
@@ -58,85 +55,92 @@ _TAKEN_BACK = [
 ]
 
 
-@dataclass(frozen=True)
-class _NeighbourBatches:
-    """Two batches, each as (setup, record numbers), and how they differ."""
+class Neighbours(NamedTuple):
+    """Two neighbouring batches.
+
+    Attributes:
+        pair: how they differ, in words. Of several pairs of one name the worst is told of.
+        first, second: the clipped sums of both. Records are drawn when they are asked for: there is one
+            source at a time.
+        records: of the second one's dataset; None where what is published of a dataset is not compared.
+        planted: whether the second one has a record with extreme inputs, which code may refuse to read.
+    """
 
     pair: str
-    first: np.ndarray
-    second: np.ndarray
-    records: int  # of the second one's dataset
+    first: GradientSource
+    second: GradientSource
+    records: int | None = None
+    planted: bool = False
 
 
-def audited_pairs(
-    setup: PrivateSetup, base: float, processes: Processes
-) -> tuple[list[NeighbourPair], list[str]]:
+def audited_pairs(setup: PrivateSetup, base: float) -> tuple[list[NeighbourPair], list[str]]:
     """(what a step on a drawn batch and on each of its neighbours gave, with the same random numbers; what
-    was left out, and why). Several processes share the pairs; rank 0 has the results of all, and the others
-    none.
+    was left out, and why).
     """
-    mixed = with_extreme_records(setup)
-    batch, longest = _drawn(setup, mixed, processes)
-    neighbours = list(_neighbours(setup, mixed, batch, longest))
-    cancelling = list(_cancelling_records(setup, batch))
-    mine = range(processes.rank, len(neighbours) + len(cancelling), processes.size)
-    found: dict[int, Any] = {}
-    for place in mine:
-        if place < len(neighbours):
-            found[place] = _pair_or_note(setup, mixed, base, neighbours[place])
-        else:
-            alone = _compared_with_none(setup, base, cancelling[place - len(neighbours)])
-            found[place] = alone.over, dataclasses.asdict(_as_pair(alone))
-    texts = processes.texts("audited pairs", json.dumps(list(found.items())))
-    if not processes.leads:
-        return [], []
-    every = dict(item for text in texts for item in json.loads(text))
-    return _pairs_and_notes(setup, [every[place] for place in range(len(neighbours))], every, len(cancelling))
-
-
-def _pairs_and_notes(
-    setup: PrivateSetup, compared: list[Any], every: dict[int, Any], cancelling: int
-) -> tuple[list[NeighbourPair], list[str]]:
-    """The pairs and the notes that the processes found: `compared`, and of the cancelling ones, which come
-    last in `every`, the worst.
-    """
+    worst: dict[str, Replayed] = {}
     notes = []
     if not has_floats(setup):
         notes.append(
             "no record that is not finite was among the neighbours: no input of the dataset is floating point"
         )
-    notes += [each for each in compared if isinstance(each, str)]
-    pairs = [NeighbourPair(**each) for each in compared if not isinstance(each, str)]
-    _, worst = max(
-        (every[place] for place in range(len(compared), len(compared) + cancelling)),
-        key=lambda each: (not each[1]["holds"], each[0]),
+    batch = setup.sampling.draw(len(setup.records), make_generator())[:_MOST_RECORDS]
+    for neighbours in itertools.chain(_of_dataset(setup, batch), _cancelling(setup, batch)):
+        try:
+            found = _compared(setup, base, neighbours)
+        except DataError as error:
+            if not neighbours.planted:
+                raise
+            # an augmentation that takes no such numbers
+            notes.append(f"not compared: {neighbours.pair}, on which {error.arrived}")
+            continue
+        before = worst.get(found.pair)
+        if before is None or (not found.holds, found.over) > (not before.holds, before.over):
+            worst[found.pair] = found
+    return [_as_pair(found) for found in worst.values()], notes
+
+
+def _compared(setup: PrivateSetup, base: float, neighbours: Neighbours) -> Replayed:
+    """What the run's first step gives on both batches."""
+    arguments = setup.step_arguments(base)
+    del arguments["sampling"]
+    datasets = iter((len(setup.records), neighbours.records))
+
+    def public(noisy: NoisySum) -> dict[str, object]:
+        """The ledger's header and first line, for a dataset with the number of records of this batch's
+        dataset.
+        """
+        size = next(datasets)
+        return {} if neighbours.records is None or size is None else _published(setup, base, size)
+
+    return compare_neighbours(
+        neighbours.first,
+        neighbours.second,
+        **{**arguments, "noise": setup.noise(base)(0)},
+        generator=make_generator(),
+        pair=neighbours.pair,
+        public=public,
     )
-    name = f"a record comes whose positions cancel, the worst of {cancelling}"
-    return [*pairs, NeighbourPair(**{**worst, "pair": name})], notes
 
 
-def _drawn(setup: PrivateSetup, mixed: PrivateSetup, processes: Processes) -> tuple[np.ndarray, int | None]:
-    """(the batch that rank 0 draws, its record with the longest gradient; None where it is empty)."""
-    message: dict[str, Tensor] = {}
-    if processes.leads:
-        generator = make_generator(setup.privacy.noise.generator)
-        batch = setup.sampling.draw(len(setup.records), generator)[:_MOST_RECORDS]
-        message = {"batch": torch.from_numpy(batch), "longest": torch.tensor(_longest(setup, mixed, batch))}
-    message = processes.broadcast("audited batch", message)
-    return message["batch"].numpy(), next(iter(message["longest"].tolist()), None)
+def _published(setup: PrivateSetup, base: float, records: int) -> dict[str, object]:
+    """What the ledger of a run on so many records says before its first step is released."""
+    resized = dataclasses.replace(setup, records=Records.of_rows(records))
+    generator = make_generator()
+    training = PrivateTraining(
+        setup.parameters,
+        setup.source,
+        records,
+        **setup.step_arguments(base),
+        optimizer=torch.optim.SGD(setup.parameters.values(), lr=0.0),
+        generator=generator,
+    )
+    line = Statement(resized, base, generator).ledger_line(training.event(), training)
+    return {f"the ledger's {name}": value for name, value in {**ledger_header(resized, base), **line}.items()}
 
 
-def _pair_or_note(
-    setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours: _NeighbourBatches
-) -> dict[str, Any] | str:
-    """The fields of a NeighbourPair, or why there is none."""
-    try:
-        return dataclasses.asdict(_compared(setup, mixed, base, neighbours))
-    except DataError as error:
-        if neighbours.second.max(initial=-1) < len(setup.records):
-            raise
-        # an augmentation that takes no such numbers
-        return f"not compared: {neighbours.pair}, on which {error.arrived}"
+def _as_pair(found: Replayed) -> NeighbourPair:
+    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(NeighbourPair)}
+    return NeighbourPair(**{**fields, "differing": list(found.differing)})
 
 
 class Contributions(NamedTuple):
@@ -157,20 +161,12 @@ def contributions(setup: PrivateSetup) -> Contributions:
     return Contributions(sums, bits, Unchanged(setup.run.model, setup.run.criterion.function))
 
 
-def audited_state(setup: PrivateSetup, before: Contributions, processes: Processes) -> list[NeighbourPair]:
+def audited_state(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
     """Whether records still add to the sum what they added before other records were computed, and whether
-    the state of the model and the loss is unchanged. Rank 0 has the worst result of all processes; the
-    other ranks have none.
+    the state of the model and the loss is unchanged.
 
     before: `contributions` of before. A model or a loss that keeps what it saw shows here.
     """
-    own = dataclasses.asdict(_state_of_one(setup, before))
-    every = [NeighbourPair(**json.loads(text)) for text in processes.texts("audited state", json.dumps(own))]
-    return [max(every, key=lambda pair: (not pair.holds, pair.distance))] if every else []
-
-
-def _state_of_one(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
-    """The result of `audited_state` for this process alone."""
     after, bits, _ = contributions(setup)
     squares = [
         sum(
@@ -186,7 +182,6 @@ def _state_of_one(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
         for name, each in before.bits.items()
         if name not in bits or not each.same(bits[name])
     ]
-    # By values, and not by counts of writes: ranks give each other the same weights again.
     version = before.state.version
     before.state.renew()
     differing += ["the state of the model and the loss"] if before.state.version != version else []
@@ -272,57 +267,50 @@ def _times(x: Tensor, factors: np.ndarray) -> Tensor:
     return torch.where(each.isfinite(), x * torch.where(each.isfinite(), each, 1), each)
 
 
-def _neighbours(
-    setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray, longest: int | None
-) -> Iterator[_NeighbourBatches]:
-    """The neighbours of a batch, as the relation has them. longest: its record with the longest gradient."""
-    count = len(setup.records)
+# -- records of the dataset, and extreme ones ----------------------------------------------------------------
+
+
+def _of_dataset(setup: PrivateSetup, batch: np.ndarray) -> Iterator[Neighbours]:
+    """The neighbours of a batch, as the relation has them: records of the dataset come, go or are replaced,
+    and records with extreme inputs come.
+    """
+    mixed, count = with_extreme_records(setup), len(setup.records)
     extremes = dict(zip(_EXTREME_FACTORS, range(count, len(mixed.records)), strict=False))
     outside = np.setdiff1d(np.arange(count), batch)
-    chosen = _chosen(batch, longest)
+    chosen = _chosen(setup, mixed, batch)
+
+    def pair(name: str, first: np.ndarray, second: np.ndarray, records: int) -> Neighbours:
+        def source_of(batch: np.ndarray) -> GradientSource:
+            return lambda clipping: _by_record(mixed, batch)(clipping)
+
+        planted = bool(second.max(initial=-1) >= count)
+        return Neighbours(name, source_of(first), source_of(second), records, planted)
+
     if setup.privacy.relation == "replace_one":
         others = dict(zip(("another", "one more of the others"), outside[:2], strict=False)) | extremes
-        for name, other in others.items():
-            for place, which in chosen.items():
-                yield _NeighbourBatches(
-                    f"{which} becomes {name}", batch, _sorted(batch[batch != place], other), count
-                )
+        for (name, other), (place, which) in itertools.product(others.items(), chosen.items()):
+            yield pair(f"{which} becomes {name}", batch, _sorted(batch[batch != place], other), count)
         if len(batch) and len(outside):
-            yield _NeighbourBatches("a batch of one record becomes another", batch[:1], outside[:1], count)
+            yield pair("a batch of one record becomes another", batch[:1], outside[:1], count)
         return
     more = 0 if setup.privacy.relation == "zero_out" else 1
     for place, which in chosen.items():
-        yield _NeighbourBatches(f"{which} goes", batch, batch[batch != place], count - more)
+        yield pair(f"{which} goes", batch, batch[batch != place], count - more)
     if len(outside):
-        yield _NeighbourBatches("a record comes", batch, _sorted(batch, outside[0]), count + more)
-    for name, monster in extremes.items():
-        yield _NeighbourBatches(
-            f"a record comes whose inputs are {name}", batch, _sorted(batch, monster), count + more
-        )
-    yield _NeighbourBatches(
-        "a record comes into an empty batch",
-        batch[:0],
-        np.array([batch[0] if len(batch) else 0]),
-        count + more,
-    )
-    for place, which in list(chosen.items())[:1]:
-        yield _NeighbourBatches(
-            f"{which} comes into an empty batch", batch[:0], np.array([place]), count + more
-        )
+        yield pair("a record comes", batch, _sorted(batch, outside[0]), count + more)
+    for name, record in extremes.items():
+        yield pair(f"a record comes whose inputs are {name}", batch, _sorted(batch, record), count + more)
+    alone = {int(batch[0]) if len(batch) else 0: "a record"} | dict(list(chosen.items())[:1])
+    for place, which in alone.items():
+        yield pair(f"{which} comes into an empty batch", batch[:0], np.array([place]), count + more)
 
 
-def _longest(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> list[int]:
-    """The record of a batch with the longest gradient; none of an empty one."""
-    if not len(batch):
-        return []
-    norms = mixed.source(batch)(setup.clipping).records.norms
-    return [int(mixed.streams.drawn[int(norms.nan_to_num(nan=-1.0).argmax())])]
-
-
-def _chosen(batch: np.ndarray, longest: int | None) -> dict[int, str]:
+def _chosen(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> dict[int, str]:
     """Records of a batch to take out: the one with the longest gradient, and a few more."""
-    if longest is None:
+    if not len(batch):
         return {}
+    norms = mixed.source(batch)(setup.clipping).records.norms
+    longest = int(mixed.streams.drawn[int(norms.nan_to_num(nan=-1.0).argmax())])
     rest = [int(record) for record in batch if record != longest][:_MORE]
     return {longest: "the record with the longest gradient"} | {record: f"record {record}" for record in rest}
 
@@ -331,92 +319,35 @@ def _sorted(batch: np.ndarray, record: int) -> np.ndarray:
     return np.sort(np.append(batch, record))
 
 
-def _compared(
-    setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours: _NeighbourBatches
-) -> NeighbourPair:
-    """What a step gives on two batches of the datasets `mixed`."""
-    arguments = _arguments(setup, base)
-    datasets = iter((len(setup.records), neighbours.records))
-
-    def public(noisy: NoisySum) -> dict[str, object]:
-        """The ledger's header and first line, for a dataset with the number of records of this batch's
-        dataset.
-        """
-        size = next(datasets)
-        resized = dataclasses.replace(setup, records=Records.of_rows(size))
-        training = PrivateTraining(
-            setup.parameters,
-            setup.source,
-            size,
-            **setup.step_arguments(base),
-            optimizer=torch.optim.SGD(setup.parameters.values(), lr=0.0),
-            generator=make_generator(setup.privacy.noise.generator),
-        )
-        line = Statement(resized, base, arguments["generator"]).ledger_line(training.event(), training)
-        return {
-            f"the ledger's {name}": value for name, value in {**ledger_header(resized, base), **line}.items()
-        }
-
-    # Records are drawn when they are asked for: there is one source at a time.
-    first, second = (
-        lambda clipping, records=records: _by_record(mixed, records)(clipping)
-        for records in (neighbours.first, neighbours.second)
-    )
-    return _as_pair(compare_neighbours(first, second, **arguments, pair=neighbours.pair, public=public))
-
-
-def _arguments(setup: PrivateSetup, base: float) -> dict[str, Any]:
-    """What `compare_neighbours` takes of a run: its first step, of batches that are drawn already."""
-    found = {**setup.step_arguments(base), "noise": setup.noise(base)(0)}
-    del found["sampling"]
-    return {**found, "generator": make_generator(setup.privacy.noise.generator)}
-
-
-def _as_pair(found: Replayed) -> NeighbourPair:
-    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(NeighbourPair)}
-    return NeighbourPair(**{**fields, "differing": list(found.differing)})
-
-
 # -- records whose positions cancel --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _CancellingRecord:
-    """Three rows [3] of the dataset, and the weight of each.
+def _cancelling(setup: PrivateSetup, batch: np.ndarray) -> Iterator[Neighbours]:
+    """A record alone, and no record. The record is three rows of the dataset, of one of the first records of
+    a batch (of the first row where the batch is empty), and of the row that follows.
 
     The record's loss is that of the rows, added up with weights that take one row's gradient back, but for a
     small share, and leave a little of another. Whatever operators the model has, the rows meet as positions
     in its gradients.
     """
-
-    rows: np.ndarray
-    weights: tuple[float, float, float]
-
-
-def _cancelling_records(setup: PrivateSetup, batch: np.ndarray) -> Iterator[_CancellingRecord]:
-    """Records whose positions cancel, made of rows of the first records of a batch; of the first row where
-    the batch is empty.
-    """
     starts = [int(setup.records.rows_of(int(record))[0]) for record in batch[:_CANCELLING]] or [0]
+    name = f"a record comes whose positions cancel, the worst of {len(starts) * len(_TAKEN_BACK)}"
     for start, (same, weights) in itertools.product(starts, _TAKEN_BACK):
         rows = np.full(3, start)
         rows[3 - same] = (start + 1) % len(setup.run.samples)
-        yield _CancellingRecord(rows, weights)
+        one, none = (_cancelling_source(setup, rows, weights, count) for count in (1, 0))
+        yield Neighbours(name, one, none)
 
 
-def _compared_with_none(setup: PrivateSetup, base: float, record: _CancellingRecord) -> Replayed:
-    """What a step on this record alone gives, beside one on no record."""
-    one, none = _cancelling_source(setup, record, 1), _cancelling_source(setup, record, 0)
-    return compare_neighbours(one, none, **_arguments(setup, base))
-
-
-def _cancelling_source(setup: PrivateSetup, record: _CancellingRecord, count: int) -> GradientSource:
-    """The clipped sum of one record, or of none."""
-    objective, block = setup.run.objective, setup.run.reader.take(record.rows)
+def _cancelling_source(
+    setup: PrivateSetup, rows: np.ndarray, weights: tuple[float, ...], count: int
+) -> GradientSource:
+    """The clipped sum of the record of these rows [k], with their weights, or of none."""
+    objective, block = setup.run.objective, setup.run.reader.take(rows)
     device = next(iter(objective.params.values())).device
-    rows, target = to_device(block.inputs, block.target, device, setup.run.dtype)
-    weights = torch.tensor(record.weights, dtype=torch.float64)
-    inputs = tuple(x.to(device)[None][:count] for x in (*rows, weights))
+    read, target = to_device(block.inputs, block.target, device, setup.run.dtype)
+    each = torch.tensor(weights, dtype=torch.float64)
+    inputs = tuple(x.to(device)[None][:count] for x in (*read, each))
     target = None if target is None else target[None][:count]
     loss = record_loss(setup.loss, randomness=setup.run.randomness)
     dims = (0, None if target is None else 0)

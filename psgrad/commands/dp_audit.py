@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from psgrad.commands.audit_neighbours import audited_pairs, audited_state, contributions
-from psgrad.commands.private_ranks import agree, facts_of, follow, leading
+from psgrad.commands.private_ranks import agree, follow, leading
 from psgrad.commands.private_resume import private_hashes
 from psgrad.commands.private_setup import (
     PrivateSetup,
@@ -26,13 +26,13 @@ from psgrad.commands.run_manifest import describe_run, running_manifest
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.privacy.accounting import MECHANISM, Events, epsilon_pld, epsilon_rdp, part_of
-from psgrad.engine.privacy.audit import METHODS, AuditedRun, Canaries, judge, play
+from psgrad.engine.privacy.audit import AuditedRun, Canaries, judge, play
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.errors import ConfigError
 from psgrad.reports.audit import audit_content
 from psgrad.run import PrivateRunFolder
 from psgrad.run.progress import Clock
-from psgrad.run.results import AuditBound, DPAuditResult, NoiseAudit, Progress, Say
+from psgrad.run.results import DPAuditResult, NoiseAudit, Progress, Say
 from psgrad.user_code import with_code_beside
 
 FILE = "audit.json"
@@ -68,9 +68,9 @@ def dp_audit(
         output: a folder of its own; None for the config's, with -audit behind its name. A run in the config's
             folder stays as it is.
         overwrite: replace an earlier audit there.
-        processes: those that share the batches and the neighbours; None for this one alone.
+        processes: those that share the batches of the canaries; None for this one alone.
 
-    Returns None on all ranks but the first, which alone draws, judges and writes.
+    Returns None on all ranks but the first, which alone draws, compares neighbours, judges and writes.
 
     Nothing is trained, published or paid for. Raises PsgradError for everything that can be wrong with the
     config, the model, the data or the disk.
@@ -79,7 +79,7 @@ def dp_audit(
     path = output or config.output_of("audit")
     processes = OneProcess() if processes is None else processes
     if not processes.leads:
-        take_part(config, path, processes, progress, canaries_only)
+        follow(config, processes, progress)
         return None
     require_sense(privacy, steps, confidence)
     PrivateRunFolder.require_free(path, overwrite)
@@ -89,46 +89,36 @@ def dp_audit(
             config, lambda message: progress(Progress(0, 0, "audit", message)), processes
         )
         base = base_multiplier(privacy)
-        hosts = agree(setup, private_hashes(setup, ""), processes)
+        agree(setup, private_hashes(setup, ""), processes)
     taken = steps if steps is not None else steps_for(privacy, canaries_only)
     random = coins()
     count = canaries if canaries is not None else canaries_for(setup)
     require_room(setup, count)
     planted = Canaries.plant(setup.parameters, setup.clipping, count, random)
-    PrivateRunFolder.create(path, overwrite)
-    folder = PrivateRunFolder(path)
-    with (
-        running_manifest(folder, describe_run("dp-audit", setup.run, None), clock) as running,
-        leading(setup, processes) as lead,
-    ):
+    folder = PrivateRunFolder.create(path, overwrite)
+    with running_manifest(folder, describe_run("dp-audit", setup.run, None), clock):
         alone = None if canaries_only else contributions(setup)
-        with clock("canaries"):
+        with clock("canaries"), leading(setup, processes) as summed:
             # The config's seed is for its run; an audit does not use it.
-            mechanism = AuditedRun(
-                **setup.step_arguments(base), generator=lambda: make_generator(privacy.noise.generator)
-            )
+            mechanism = AuditedRun(**setup.step_arguments(base), generator=make_generator)
             numbers = itertools.count()
-            shared = setup if lead is None else lead
             progress(Progress(0, taken, "audit", unit="step"))
             played = play(
                 mechanism,
                 planted,
                 taken,
                 random,
-                source=None if canaries_only else lambda records: shared.source(records, next(numbers)),
+                source=None if canaries_only else lambda records: summed.source(records, next(numbers)),
                 records=0 if canaries_only else len(setup.records),
                 tell=lambda done: progress(Progress(done, taken, "audit", unit="step")),
             )
-            if lead is not None:
-                lead.end()
-        running.add(ranks=facts_of(lead, hosts, processes))
         with clock("bounds"):
             events = part_of(planned_events(privacy, base), 0, taken)
             accounted, accountant = accounted_epsilon(events, privacy.delta)
-            verdict = judge(played, events, privacy.delta, confidence, accounted)
+            verdict = judge(played, events, privacy.delta, confidence)
         with clock("neighbours"):
-            pairs, notes = ([], []) if canaries_only else audited_pairs(setup, base, processes)
-            pairs += [] if alone is None else audited_state(setup, alone, processes)
+            pairs, notes = ([], []) if alone is None else audited_pairs(setup, base)
+            pairs += [] if alone is None else [audited_state(setup, alone)]
         if privacy.noise.seed is not None:
             notes.append(
                 "the audit drew its noise from the operating system; that of a run with privacy.noise.seed"
@@ -143,14 +133,10 @@ def dp_audit(
             confidence=verdict.confidence,
             steps=played.steps,
             canaries=len(played.scores),
-            guesses=verdict.guesses.guesses,
-            right=verdict.guesses.right,
             declared=verdict.declared,
+            noise_at_most=verdict.noise,
+            evidence=verdict.evidence,
             reach=played.reach,
-            bounds=[
-                AuditBound(METHODS[bound.method], bound.epsilon, bound.noise, bound.evidence)
-                for bound in verdict.bounds
-            ],
             noise=NoiseAudit(noise.numbers, noise.spread, noise.p_values, noise.alarms),
             pairs=pairs,
             untested=untested(privacy, played.steps, canaries_only),
@@ -163,16 +149,6 @@ def dp_audit(
             notes=notes,
         )
         return written(result, folder)
-
-
-def take_part(config: Config, path: Path, processes: Processes, progress: Say, canaries_only: bool) -> None:
-    """The audit on a rank that does not lead: its shares of the batches, and of the neighbours."""
-    setup, alone = follow(
-        config, path, processes, progress, lambda setup: None if canaries_only else contributions(setup)
-    )
-    if alone is not None:
-        audited_pairs(setup, base_multiplier(setup.privacy), processes)
-        audited_state(setup, alone, processes)
 
 
 def written(result: DPAuditResult, folder: PrivateRunFolder) -> DPAuditResult:

@@ -21,7 +21,6 @@ from psgrad.engine.privacy.accounting import (
     epsilon_curve,
     epsilon_pld,
     epsilon_rdp,
-    pld_curve,
 )
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.step import sharing_with_count
@@ -93,14 +92,6 @@ def noise_plan(privacy: PrivacyConfig, base: float, *, configured: bool) -> Nois
         noise_std=noise.standard_deviation(clipping.sensitivity(privacy.relation)),
         epsilon_rdp=epsilon_rdp(events, privacy.delta).value,
         epsilon_pld=epsilon_pld(events, privacy.delta).value,
-        curve=epsilon_curve(events, privacy.delta, curve_points(privacy.steps)),
-        curve_pld=pld_curve(events, privacy.delta),
+        curve=epsilon_curve(events, privacy.delta),
         configured=configured,
     )
-
-
-def curve_points(steps: int, count: int = 50) -> list[int]:
-    """After how many of `steps` steps a curve of epsilon has its points: densest at first, where it is steep,
-    as it grows like a root.
-    """
-    return sorted({max(1, round(steps * (place / count) ** 2)) for place in range(1, count + 1)})

@@ -40,7 +40,6 @@ _TYPES: dict[str, Any] = {  # of what is taken from step.json alone; the rest is
     },
     **{"rounding": dict, "ledger": dict, "versions": dict, "insecure_deterministic": bool},
 }
-_ROUNDING = ("residual_epsilon", "unrounded_steps")
 _OF_HEADER = ("planned_steps", "delta", "relation", "unit", "sampling", "mechanism", "optimizer", "adaptive")
 
 
@@ -99,7 +98,8 @@ def read_step(run: Path, ledger: LedgerContent) -> dict[str, Any]:
     whole = isinstance(content, dict) and known <= content.keys() and {*_OF_HEADER} <= ledger.header.keys()
     whole = whole and all(isinstance(content[key], kind) for key, kind in _TYPES.items())
     whole = whole and all(isinstance(each, dict) for each in content.get("assumptions", []))
-    if not whole or not all(isinstance(content["rounding"].get(key), _NUMBER) for key in _ROUNDING):
+    whole = whole and all("noise_grid" in line for line in ledger.steps)
+    if not whole or not isinstance(content["rounding"].get("residual_epsilon"), _NUMBER):
         raise DataError(
             f"{path} is not what psgrad dp-step writes beside its ledger",
             cause="a file was edited, or another version of psgrad wrote it",

@@ -9,7 +9,7 @@ from typing import Literal
 from uuid import uuid4
 
 from psgrad.commands.private_budget import budget_of, require_same_budget
-from psgrad.commands.private_ranks import agree, facts_of, follow, leading
+from psgrad.commands.private_ranks import agree, follow, leading
 from psgrad.commands.private_resume import (
     last_snapshot,
     opened_ledger,
@@ -73,7 +73,7 @@ def dp_step(
     """
     processes = OneProcess() if processes is None else processes
     if not processes.leads:
-        follow(config, config.output, processes, progress)
+        follow(config, processes, progress)
         return None
     privacy = require_privacy(config)
     if privacy.individual_every is not None and processes.size > 1:
@@ -109,7 +109,7 @@ def dp_step(
         require_possible_steps(setup, base)
         header = ledger_header(setup, base)
         hashes = private_hashes(setup, uuid4().hex if before is None else before.header["run"])
-        hosts = agree(setup, hashes, processes)
+        agree(setup, hashes, processes)
         budget = budget_of(setup, hashes["data"], hashes["run"])
         ahead = part_of(planned_events(privacy, base), taken, asked)
         if before is not None:
@@ -140,19 +140,17 @@ def dp_step(
         opened_ledger(folder, before, header, snapshot, own if before is None else {}) as ledger,
         nullcontext() if budget is None else budget.reserved(ledger, ahead),
         running_manifest(folder, manifest, clock) as running,
-        leading(setup, processes) as lead,
+        leading(setup, processes) as summed,
     ):
         note = None if before is None else weights_note(before.header, hashes)
         folder.remove_leftovers()
         training = PrivateTraining(
             setup.parameters,
-            lambda records: (setup if lead is None else lead).source(records, training.taken),
+            lambda records: summed.source(records, training.taken),
             len(setup.records),
             **setup.step_arguments(base),
             optimizer=optimizer,
-            generator=make_generator(
-                privacy.noise.generator, seed=privacy.noise.seed, position=ledger.position
-            ),
+            generator=make_generator(seed=privacy.noise.seed, position=ledger.position),
             taken=taken,
         )
         saved = taken if snapshot is None else int(snapshot.metadata["step"])
@@ -175,9 +173,7 @@ def dp_step(
                         run.show(progress, taken, asked)
             finally:
                 engine = replace(running.manifest.engine, **setup.run.counts.facts())
-                running.add(ranks=facts_of(lead, hosts, processes), engine=engine)
-            if lead is not None:
-                lead.end()
+                running.add(engine=engine)
         with clock("accounting"):
             return run.finish([] if note is None else [note])
 

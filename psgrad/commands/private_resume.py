@@ -10,7 +10,6 @@ from typing import Any
 
 from psgrad.commands.private_setup import PrivateSetup
 from psgrad.commands.private_statement import software
-from psgrad.engine.privacy.accounting.events import MECHANISM, require_gaussian
 from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.run import Ledger, LedgerContent, PrivateRunFolder
@@ -19,13 +18,12 @@ from psgrad.run.ledger_lines import require_same_run
 
 
 def require_known_form(before: LedgerContent) -> None:
-    """Raises ConfigError for the ledger of a run that can't be known again, or had other noise."""
-    require_gaussian(before.header.get("mechanism", MECHANISM), f"the ledger {before.path}")
-    if "run" not in before.header:
+    """Raises ConfigError for the ledger of an older psgrad, whose run can't be known again, or had noise that
+    was not rounded.
+    """
+    if "run" not in before.header or any("noise_grid" not in line for line in before.steps):
         raise ConfigError(
-            f"the run of {before.path} was begun by an older psgrad, which kept neither the model's mode and"
-            " arguments, nor hashes of its weights, of all rows and of imported code",
-            expected="a run that can be known again: nobody can tell whether these are the same",
+            f"the run of {before.path} was begun by an older psgrad",
             next_step="begin a run of its own with another --output; the ledger says what this one spent",
         )
 

@@ -177,7 +177,7 @@ def set_up_privately(
         lambda loss, read: run.stream(once, loss, read),
         # with a seed, they follow from the seed, the step and the rank: also when resumed
         coins=Coins(
-            make_generator("aes", seed=privacy.noise.seed),
+            make_generator(seed=privacy.noise.seed),
             run.model,
             run.criterion.function,
             augment,
@@ -275,7 +275,7 @@ def require_possible_steps(setup: PrivateSetup, base: float) -> None:
     """
     privacy = setup.privacy
     steps = [(event.noise_multiplier, count) for event, count in planned_events(privacy, base)]
-    require_tail(steps, privacy.delta, make_generator(privacy.noise.generator).reach)
+    require_tail(steps, privacy.delta)
 
 
 # -- values of a config --------------------------------------------------------------------------------------

@@ -58,7 +58,6 @@ def ledger_header(setup: PrivateSetup, base: float) -> dict[str, Any]:
         "noise_multiplier": base,
         "schedule": schedule_of(privacy).describe(),
         "mechanism": MECHANISM,
-        "generator": privacy.noise.generator,
         "seed": privacy.noise.seed,
         "relation": privacy.relation,
         "unit": unit_in_words(privacy),
@@ -205,13 +204,12 @@ class Statement:
         to epsilon; None for none.
         """
         latest = lines[-1] if lines else self._before_any_step()
-        noised = [line for line in lines if line["noise_multiplier"] > 0]
+        noised = sum(line["noise_multiplier"] > 0 for line in lines)
         released = self.setup.trainable["parameters"] + (self.setup.adaptive is not None)
         return {
             "grid": _grid_of(latest["noise_std"]),
             "formula": f"2^(floor(log2(noise_std)) - {GRID_BITS})",
-            "residual_epsilon": residual_epsilon(released * len(noised), self.setup.privacy.delta),
-            "unrounded_steps": sum("noise_grid" not in line for line in noised),  # psgrad 0.1 took them
+            "residual_epsilon": residual_epsilon(released * noised, self.setup.privacy.delta),
         }
 
     def _before_any_step(self) -> dict[str, float]:

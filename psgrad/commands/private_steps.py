@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from psgrad.commands.dp_plan import curve_points
 from psgrad.commands.private_individual import IndividualTable
 from psgrad.commands.private_setup import PrivateSetup
 from psgrad.commands.private_statement import Statement
@@ -29,7 +28,6 @@ from psgrad.engine.privacy.accounting import (
     epsilon_rdp,
     event_of,
     merged,
-    pld_curve,
 )
 from psgrad.engine.privacy.snapshot import Snapshot, published_tensors, tensors_of
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
@@ -158,20 +156,15 @@ class PrivateRun:
         if self.setup.run.config.model.adapter is not None:
             for name, content in adapter_files(self.setup.run.model, self._state()).items():
                 self.folder.write_public_bytes(f"{ADAPTER}/{name}", content)
-        curve = epsilon_curve(
-            self.statement.planned, self.setup.privacy.delta, curve_points(self.setup.privacy.steps)
-        )
-        accountant = curve_accountant(self.statement.planned)
         groups = self._clipping.groups
         result = DPStepResult(
             step=step,
             folder=self.folder.path,
-            curve=curve,
+            curve=epsilon_curve(self.statement.planned, self.setup.privacy.delta),
             steps=pd.DataFrame(self._rows, columns=list(STEP_COLUMNS)),
             norms=np.concatenate([*self._norms, np.empty(0)]),
             bound=groups[0].bound if len(groups) == 1 else None,
-            curve_accountant=accountant,
-            curve_pld=pld_curve(self.statement.planned, self.setup.privacy.delta),
+            curve_accountant=curve_accountant(self.statement.planned),
             notes=[
                 *notes,
                 *self._notes(),
@@ -267,10 +260,7 @@ class PrivateRun:
                 " write that step's, and noise is not drawn twice for a step that was paid for"
             )
         if not self.training.generator.secure:
-            notes.append(
-                f"the noise comes from {self.training.generator.name}, which is not cryptographic: the ledger"
-                " says so"
-            )
+            notes.append(f"the noise comes from {self.training.generator.name}: the ledger says so")
         broken = [
             name
             for name, parameter in self.setup.parameters.items()

@@ -145,12 +145,12 @@ class ScheduleConfig(ConfigSection):
 
 _ONE_MECHANISM = (
     "the only mechanism is Gaussian noise, rounded to a public grid that follows from its deviation; leave"
-    " the key out (a run with discrete noise goes on in the psgrad that began it)"
+    " the key out"
 )
 
 
 class NoiseConfig(ConfigSection):
-    """How much Gaussian noise, and out of which generator."""
+    """How much Gaussian noise."""
 
     not_taken: ClassVar[Mapping[str, str]] = {
         "mechanism": _ONE_MECHANISM,
@@ -162,15 +162,14 @@ class NoiseConfig(ConfigSection):
         "std": "the standard deviation on the sum is multiplier * sensitivity; set multiplier",
         "epsilon": "it is called target_epsilon here",
         "delta": "it is a key of privacy itself",
-        "secure": "the default generator, aes, is cryptographic",
+        "secure": "noise comes from AES-256 in counter mode, which is cryptographic",
+        "generator": "noise comes from AES-256 in counter mode, the only generator; leave the key out",
     }
 
     multiplier: Annotated[Finite, Field(ge=0)] | None = None
     """Standard deviation of the noise on the sum, as a multiple of the sensitivity."""
     target_epsilon: Annotated[Finite, Field(gt=0)] | None = None
     """In place of a multiplier: the epsilon from which the noise is solved."""
-    generator: Literal["aes", "torch"] = "aes"
-    """Where random numbers come from: aes is cryptographic."""
     schedule: ScheduleConfig = Field(default_factory=lambda: ScheduleConfig(kind="constant"))
     """The multiplier of step t = 0, 1, ..., as a multiple of the one above."""
     seed: Annotated[int, Field(ge=0)] | None = None

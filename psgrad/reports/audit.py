@@ -12,7 +12,7 @@ from psgrad.reports.privacy import RELATIONS
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import count, number, printable
-from psgrad.run.results import AuditBound, DPAuditResult, NeighbourPair
+from psgrad.run.results import DPAuditResult, NeighbourPair
 from psgrad.wording import json_values
 
 PRIVATE_WARNING = (
@@ -27,9 +27,7 @@ def write_audit(result: DPAuditResult, style: str, stream: TextIO) -> None:
         write_json({**audit_content(result), "file": result.file}, stream)
         return
     stream.write(facts_lines(facts(result)) + "\n")
-    print_table(bounds_table(result), stream)
     if result.pairs:
-        stream.write("\n")
         print_table(pairs_table(result), stream)
     untested = "".join(f"\n  {each}" for each in result.untested)
     stream.write(f"\nnot tested{untested}\n")
@@ -66,7 +64,7 @@ def facts(result: DPAuditResult) -> list[tuple[str, str]]:
                 f" {result.delta:g}; {accounted}"
             ),
         ),
-        ("guesses", f"{result.right:,} of {result.guesses:,} right, in the attack that needs no assumption"),
+        ("from", evidence_words(result)),
         ("noise", noise_words(result)),
         ("tested", ", ".join(result.noise.p_values)),
     ]
@@ -83,24 +81,11 @@ def noise_words(result: DPAuditResult) -> str:
     )
 
 
-def bounds_table(result: DPAuditResult) -> Table:
-    """A row a method: the epsilon that it refutes, how much of the declared noise there is at most, and what
-    it counted.
-    """
-    columns = [
-        TableColumn("epsilon >=", lambda bound: number(bound.epsilon), True),
-        TableColumn("noise <=", share_words, True),
-        TableColumn("of", lambda bound: bound.method),
-        TableColumn("from", lambda bound: bound.evidence),
-    ]
-    return table("", "Bounds", columns, result.bounds)
-
-
-def share_words(bound: AuditBound) -> str:
-    """The noise that there is at most, as a share of what is declared."""
-    if bound.noise is None:
-        return ""
-    return "any" if math.isinf(bound.noise) else f"{bound.noise:.0%}"
+def evidence_words(result: DPAuditResult) -> str:
+    """What was counted, and the noise that there is at most, as a share of what is declared."""
+    if result.noise_at_most is None or math.isinf(result.noise_at_most):
+        return result.evidence
+    return f"{result.evidence}; at most {result.noise_at_most:.0%} of the declared noise"
 
 
 def pairs_table(result: DPAuditResult) -> Table:

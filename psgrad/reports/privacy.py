@@ -71,13 +71,7 @@ def guarantee(step: dict[str, Any]) -> str:
 
 def rounding_words(step: dict[str, Any]) -> str:
     """What floating point does to the noise."""
-    rounding = step["rounding"]
-    if rounding["unrounded_steps"]:
-        return (
-            f"{count(rounding['unrounded_steps'], 'step')} of an earlier version had noise whose"
-            " floating-point gaps may tell records"
-        )
-    residual = epsilon(rounding["residual_epsilon"])
+    residual = epsilon(step["rounding"]["residual_epsilon"])
     return (
         "released numbers are rounded to a public grid, and what is left of floating point adds at most"
         f" {residual} to epsilon"

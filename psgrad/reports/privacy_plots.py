@@ -5,7 +5,7 @@ NOT PRIVATE.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -39,7 +39,6 @@ STEPS_AXIS = "steps"
 SHADES = ("#12263d", "#2a4f7a", "#5b7fa6", "#8aa6c4", "#b3c5d8")
 
 FAINT = "#b9c3ce"  # the looser bound
-_FAINTLY: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.5, "linestyle": (0, (4, 2)), "zorder": 2}
 _PLACES = 120  # along a curve that is known at a few points
 _ABOVE_LEGEND = 44  # points between axes and title, for up to three lines of a legend
 
@@ -89,27 +88,23 @@ def epsilon_against_steps(result: DPStepResult) -> Plot:
     """
     step = result.step
     figure, axes = figure_with_axes(3.6)
-    curves = _curves(result.curve, result.curve_pld, result.curve_accountant)
-    caption = f"Epsilon after so many steps, an upper bound. {_accountants_words(curves)}"
-    if not curves:
+    curve, name = _line(result.curve, result.curve_accountant), result.curve_accountant
+    caption = f"Epsilon after so many steps by {name}, an upper bound. "
+    if not len(curve[0]):
         say_empty(axes, "no finite epsilon to draw")
     else:
-        counts = next(iter(curves))
-        for name, (steps, spent) in curves.items():
-            strong, unfinished = name == counts, step["steps"] < step["planned_steps"]
-            if unfinished or not strong:
-                words = f"{'planned' if unfinished else 'all steps'} ({name})"
-                axes.plot(steps, spent, **_line(strong, planned=unfinished), label=words)
-        steps, spent = curves[counts]
-        now = step.get(f"epsilon_{counts.lower()}")
-        before = [point for point in zip(steps, spent, strict=True) if point[0] < step["steps"]]
-        taken = before if now is None or not math.isfinite(now) else [*before, (step["steps"], now)]
+        if step["steps"] < step["planned_steps"]:
+            dashes = (0, (4, 2))
+            axes.plot(*curve, color=REST, linewidth=1.8, linestyle=dashes, label=f"planned ({name})")
+        now = step.get(f"epsilon_{name.lower()}")
+        before = [point for point in zip(*curve, strict=True) if point[0] < step["steps"]]
+        taken = before if not _is_number(now) else [*before, (step["steps"], now)]
         if len(taken) > 1:
-            axes.plot(*_curve(taken), color=DARK, linewidth=2.6, label=f"taken ({counts})", zorder=3)
-        for key, marker, name in (("epsilon_pld", "D", "PLD"), ("epsilon_rdp", "o", "RDP")):
+            axes.plot(*_curve(taken), color=DARK, linewidth=2.6, label=f"taken ({name})", zorder=3)
+        for key, marker, by in (("epsilon_pld", "D", "PLD"), ("epsilon_rdp", "o", "RDP")):
             if _is_number(step.get(key)):
-                words = f"after {count(step['steps'], 'step')}: {epsilon(step[key])} ({name})"
-                colour, size = (REVIEW, 7) if name == counts else (FAINT, 5)
+                words = f"after {count(step['steps'], 'step')}: {epsilon(step[key])} ({by})"
+                colour, size = (REVIEW, 7) if by == "PLD" else (FAINT, 5)
                 place = [step["steps"]], [step[key]]
                 axes.plot(*place, marker, label=words, zorder=4, color=colour, markersize=size)
         _target(axes, step.get("target_epsilon"))
@@ -126,31 +121,27 @@ def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
     setting = result.setting
     figure, axes = figure_with_axes(4.2)
     others = iter(SHADES * (1 + len(result.rows) // len(SHADES)))
-    ends: dict[float, Line2D] = {}  # the smaller bound on the epsilon of all steps -> its line
-    names: list[str] = []
+    ends: list[tuple[float, Line2D]] = []  # (the smaller bound on the epsilon of all steps, its line)
     for row in result.rows:
-        curves = _curves(row.curve, row.curve_pld, result.curve_accountant)
+        steps, spent = _line(row.curve, result.curve_accountant)
         colour = REVIEW if row.configured else next(others)
-        for place, (name, (steps, spent)) in enumerate(curves.items()):
-            strongly = {"linewidth": 2.6 if row.configured else 1.8, "zorder": 3}
-            (line,) = axes.plot(steps, spent, color=colour, **(_FAINTLY if place else strongly))
-            names = names if name in names else [*names, name]
-            if not place:
-                end = min(filter(_is_number, (row.epsilon_pld, row.epsilon_rdp, row.curve[-1][1])))
-                line.set_label(f"multiplier {number(row.noise_multiplier)}: {epsilon(end)}")
-                ends[end] = line
-        if curves and _is_number(row.epsilon_pld):
-            place_of_end = [setting["planned_steps"]], [row.epsilon_pld]
-            axes.plot(*place_of_end, "D", color=colour, markersize=6, clip_on=False, zorder=4)
+        if len(steps):
+            width = 2.6 if row.configured else 1.8
+            (line,) = axes.plot(steps, spent, color=colour, linewidth=width, zorder=3)
+            end = min(filter(_is_number, (row.epsilon_pld, row.epsilon_rdp, row.curve[-1][1])))
+            line.set_label(f"multiplier {number(row.noise_multiplier)}: {epsilon(end)}")
+            ends.append((end, line))
+            if _is_number(row.epsilon_pld):
+                place = [setting["planned_steps"]], [row.epsilon_pld]
+                axes.plot(*place, "D", color=colour, markersize=6, clip_on=False, zorder=4)
     if not ends:
         say_empty(axes, "no finite epsilon to draw")
     else:
         # Beside the ends of the lines, in their order.
-        beside = [line for _, line in sorted(ends.items(), reverse=True)]
+        beside = [line for _, line in sorted(ends, key=lambda each: -each[0])]
         figure.legend(handles=beside, loc="outside right center")
-        shown = [Line2D([], [], color=DARK, label=f"after so many steps ({name})") for name in names]
-        for line in shown[1:]:
-            line.set(**_FAINTLY)
+        words = f"after so many steps ({result.curve_accountant})"
+        shown = [Line2D([], [], color=DARK, linewidth=1.8, label=words)]
         if any(_is_number(row.epsilon_pld) for row in result.rows):
             shown.append(Line2D([], [], color=DARK, marker="D", ls="", label="after all of them (PLD)"))
         if (target := _target(axes, setting.get("target_epsilon"))) is not None:
@@ -162,7 +153,7 @@ def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
     axes.set_title(_setting_words(setting), color=INK, pad=_ABOVE_LEGEND)
     caption = (
         "Epsilon after so many steps, one line a noise multiplier; orange: the configured one."
-        f" {_accountants_words(names)}Beside each its multiplier and the smaller bound on the epsilon of all"
+        " Beside each its multiplier and the smaller bound on the epsilon of all"
         " steps. "
     )
     return Plot("epsilon_plan", "Epsilon against steps, by noise multiplier", caption, figure)
@@ -231,55 +222,15 @@ def _curve(points: Sequence[tuple[int, float]]) -> tuple[Array, Array]:
     return np.array(steps, dtype=float), np.array(values, dtype=float)
 
 
-def _curves(
-    curve: Sequence[tuple[int, float]], pld: Sequence[tuple[int, float]], accountant: str
-) -> dict[str, tuple[Array, Array]]:
-    """Accountant -> its curve, as far as it is finite. The first one counts: PLD, the smaller bound, where it
-    has an answer.
+def _line(points: Sequence[tuple[int, float]], accountant: str) -> tuple[Array, Array]:
+    """The line through the points of a curve. Those by PLD are far apart, and as even in the square root of
+    the steps as epsilon nearly is: straight lines between them would lie below it.
     """
-    found = {
-        "PLD": _between(*_curve(pld)),
-        **({} if accountant == "PLD" and pld else {accountant: _curve(curve)}),
-    }
-    return {name: points for name, points in found.items() if len(points[0])}
-
-
-def _between(steps: Array, spent: Array) -> tuple[Array, Array]:
-    """The curve through points that are far apart, as even in the square root of the steps as epsilon nearly
-    is: straight lines between them would lie below it.
-    """
-    if len(steps) < 2:
+    steps, spent = _curve(points)
+    if accountant == "RDP" or len(steps) < 2:
         return steps, spent
     places = np.union1d(steps, np.linspace(np.sqrt(steps[0]), np.sqrt(steps[-1]), _PLACES) ** 2)
     return places, np.interp(np.sqrt(places), np.sqrt(steps), spent)
-
-
-def _accountants_words(names: Iterable[str]) -> str:
-    """Which line is whose."""
-    counts, *others = [*names, ""]
-    if not counts:
-        return ""
-    loose = (
-        f", the smaller bound, which counts. Faint: by {others[0]}, which is always larger"
-        if others and others[0]
-        else ""
-    )
-    few = (
-        ", at a few numbers of steps, and between them as even as their square root"
-        if counts == "PLD"
-        else ""
-    )
-    return f"Strong: by {counts}{few}{loose}. "
-
-
-def _line(strong: bool, planned: bool) -> dict[str, Any]:
-    """How a curve is drawn."""
-    dashes = {"linestyle": (0, (4, 2))} if planned else {}
-    return (
-        {"color": REST, "linewidth": 1.8, **dashes}
-        if strong
-        else {"color": FAINT, "linewidth": 1.0, "linestyle": (0, (4, 2))}
-    )
 
 
 def _setting_words(step: dict[str, Any]) -> str:

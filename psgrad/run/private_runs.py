@@ -153,14 +153,6 @@ class PrivateRunFolder(RunFolder):
         marked.attrs = {**frame.attrs, "warning": WARNING}
         self.write_table(f"{PRIVATE}/{PREFIX}{name}", marked)
 
-    def read_private_json(self, name: str) -> dict[str, Any] | None:
-        """The content that `write_private_json` wrote before; None if there is none, or it can't be read."""
-        try:
-            content = json.loads((self.path / PRIVATE / f"{PREFIX}{name}").read_bytes())
-        except (OSError, ValueError):
-            return None
-        return content if isinstance(content, dict) else None
-
     def private_table(self, name: str) -> pd.DataFrame | None:
         """The table that `write_private_table` wrote before; None if there is none, or it can't be read."""
         import pandas as pd

@@ -132,5 +132,4 @@ def private_workplace(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         "psgrad.commands.private_steps.write_plots", lambda result, public, private, unit: None
     )
-    monkeypatch.setattr("psgrad.commands.private_steps.pld_curve", lambda events, delta: [])
     return PrivateWorkplace(workplace)

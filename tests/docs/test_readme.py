@@ -24,7 +24,7 @@ TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 ANALYZE = (DOCS / "guides" / "analyze.md").read_text(encoding="utf-8")
 LIBRARY = (DOCS / "guides" / "library.md").read_text(encoding="utf-8")
 CONFIG = (DOCS / "reference" / "config.md").read_text(encoding="utf-8")
-COSTS = (DOCS / "reference" / "costs.md").read_text(encoding="utf-8")
+COSTS = (ROOT / "benchmarks" / "costs.md").read_text(encoding="utf-8")
 
 
 def blocks(text: str, language: str) -> list[str]:

@@ -33,7 +33,6 @@ def step(**changes: Any) -> dict[str, Any]:
             "grid": 2.0**-11,
             "formula": "2^(floor(log2(noise_std)) - 12)",
             "residual_epsilon": 2e-6,
-            "unrounded_steps": 0,
         },
         "generator": "AES-256-CTR, keyed by the operating system",
         "insecure_deterministic": False,
@@ -77,7 +76,6 @@ def result(steps: int = 120, **changes: Any) -> DPStepResult:
     norms = np.random.default_rng(1).lognormal(0.5, 0.8, 1200)
     taken = step(steps=steps, **changes)
     planned = curve(1.23456 * math.sqrt(300 / 120))  # as step.json has it after 120
-    by_pld = [(place, spent * 1.1004 / 1.23456) for place, spent in planned[:: max(1, len(planned) // 9)]]
     return DPStepResult(
         taken,
         Path("runs/private"),
@@ -86,7 +84,6 @@ def result(steps: int = 120, **changes: Any) -> DPStepResult:
         norms,
         bound=2.0,
         notes=["a note"],
-        curve_pld=by_pld,
     )
 
 

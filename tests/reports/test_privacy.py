@@ -129,14 +129,6 @@ def test_the_guarantee_is_one_sentence_with_everything_in_it() -> None:
     )
 
 
-def test_guarantee_states_floating_point() -> None:
-    unrounded = {**private_runs.step()["rounding"], "unrounded_steps": 12}
-    assert (
-        "; 12 steps of an earlier version had noise whose floating-point gaps may tell records"
-        in guarantee(private_runs.step(rounding=unrounded))
-    )
-
-
 def test_the_smaller_of_two_bounds_is_the_one_promised() -> None:
     assert "(epsilon 1.235, delta 1e-5)-differential privacy by RDP" in guarantee(
         private_runs.step(epsilon_pld=1.5)

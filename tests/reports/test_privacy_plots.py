@@ -41,56 +41,17 @@ def luminance(colour: str) -> float:
 
 
 def test_the_steps_taken_and_those_planned_are_one_curve() -> None:
-    result = replace(private_runs.result(steps=120), curve_pld=[])  # moments alone have an answer
+    result = private_runs.result(steps=120)
     planned, taken = axes_of(epsilon_against_steps(result)).lines[:2]
     np.testing.assert_allclose(np.column_stack(planned.get_data()), result.curve)
     np.testing.assert_allclose(np.column_stack(taken.get_data()), result.curve[:120], rtol=1e-6)
 
 
-def strength(line: Line2D) -> float:
-    """How much a line stands out from white: its width times its contrast."""
-    return line.get_linewidth() * (line.get_alpha() or 1.0) * (1 - luminance(str(line.get_color())))
-
-
-def test_epsilon_by_pld_is_strong_and_by_moments_faint_and_only_the_latter_crosses_the_target() -> None:
-    result = private_runs.result(steps=300, epsilon_rdp=1.952, epsilon_pld=1.74, target_epsilon=1.8)
-    lines = {str(line.get_label()): line for line in axes_of(epsilon_against_steps(result)).lines}
-    counts, loose, target = lines["taken (PLD)"], lines["all steps (RDP)"], lines["target 1.8"]
-    assert (
-        max(np.asarray(counts.get_ydata()))
-        < np.asarray(target.get_ydata())[0]
-        < max(np.asarray(loose.get_ydata()))
-    )
-    assert strength(counts) > 6 * strength(loose)
-    assert counts.get_linestyle() == "-"
-    assert loose.get_linestyle() == "--"
-    markers = {line.get_marker(): line for line in lines.values()}
-    assert markers["D"].get_color() == "#d9640f"
-    assert luminance(str(markers["o"].get_color())) > 0.6
-
-
-def test_a_plan_draws_each_multiplier_strongly_by_pld() -> None:
-    plan = private_runs.plan()
-    by_pld = [
-        replace(row, curve_pld=[(steps, spent * 0.9) for steps, spent in row.curve[::40]])
-        for row in plan.rows
-    ]
-    plot = epsilon_by_multiplier(replace(plan, rows=by_pld))
-    strong, faint = [], []
-    for line in lines_of(axes_of(plot)):
-        (strong if line.get_linewidth() > 1 else faint).append(len(np.atleast_1d(line.get_xdata())))
-    assert len(strong) == 5
-    assert (set(faint), len(faint)) == ({300}, 5)
-    assert (
-        "and between them as even as their square root, the smaller bound, which counts. Faint: by RDP"
-        in plot.caption
-    )
-
-
 def test_a_line_through_a_few_points_goes_through_them_and_not_below_a_square_root_between_them() -> None:
     result = private_runs.result(steps=120)
     few = [point for point in private_runs.curve(1.8) if point[0] in (1, 5, 19, 75, 169, 300)]
-    planned = axes_of(epsilon_against_steps(replace(result, curve_pld=few))).lines[0]
+    by_pld = replace(result, curve=few, curve_accountant="PLD")
+    planned = axes_of(epsilon_against_steps(by_pld)).lines[0]
     steps, spent = (np.asarray(values, dtype=float) for values in planned.get_data())
     assert set(zip(*zip(*few, strict=True), strict=True)) <= set(
         zip(steps.tolist(), spent.tolist(), strict=True)
@@ -111,13 +72,13 @@ def test_figures_of_one_step_begin_at_zero_and_have_whole_ticks_and_no_line() ->
         assert all(tick == round(tick) for tick in ticks)
     assert axes.get_ylabel() == "mean loss of the batch (nats)"
     labels = [str(line.get_label()) for line in axes_of(epsilon_against_steps(result)).lines]
-    assert "planned (PLD)" in labels
-    assert "taken (PLD)" not in labels
+    assert "planned (RDP)" in labels
+    assert "taken (RDP)" not in labels
 
 
 def test_steps_between_the_points_of_a_coarse_curve_are_drawn_to_their_end() -> None:
     result = private_runs.result(steps=120)
-    coarse = replace(result, curve=result.curve[49::50], curve_pld=[])
+    coarse = replace(result, curve=result.curve[49::50])
     taken = axes_of(epsilon_against_steps(coarse)).lines[1]
     np.testing.assert_allclose(
         np.column_stack(taken.get_data()), [*coarse.curve[:2], (120, result.step["epsilon_rdp"])]
@@ -136,16 +97,14 @@ def test_the_public_figure_says_what_its_epsilon_means() -> None:
     assert legend is not None
     words = [text.get_text() for text in legend.get_texts()]
     ends = ["after 120 steps: 1.101 (PLD)", "after 120 steps: 1.235 (RDP)"]
-    assert words == ["planned (PLD)", "planned (RDP)", "taken (PLD)", *ends, "target 3"]
+    assert words == ["planned (RDP)", "taken (RDP)", *ends, "target 3"]
     assert axes.get_ylabel() == "epsilon at delta 1e-5 (upper bound)"
     assert axes.get_ylim()[0] == 0
 
 
 def test_an_infinite_epsilon_is_reported_in_words() -> None:
     result = private_runs.result(epsilon_pld=math.inf, epsilon_rdp=math.inf)
-    plot = epsilon_against_steps(
-        replace(result, curve=[(1, math.inf), (2, math.inf)], curve_pld=[(2, math.inf)])
-    )
+    plot = epsilon_against_steps(replace(result, curve=[(1, math.inf), (2, math.inf)]))
     assert [text.get_text() for text in axes_of(plot).texts] == ["no finite epsilon to draw"]
     assert plot.png().startswith(b"\x89PNG")
 

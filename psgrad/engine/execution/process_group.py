@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,33 @@ from torch.distributed.rendezvous import rendezvous
 from psgrad.engine.execution.ranks import Arrays, Result, joined
 from psgrad.errors import DistributedError, PsgradError, error_of
 
+_POLL = 0.05  # seconds between two looks for the other ranks
 _FAILED = "failed"  # the exit code of the rank that failed first, in the store
+
+
+def keys_of_this_attempt(store: Store, rank: int, size: int, seconds: float) -> Store:
+    """A part of the store for the ranks that are there now. Raises DistributedError where they do not come.
+
+    torchrun keeps the store where it starts ranks again, with all that was in it, and gives ranks no number
+    of the attempt that is the same on all hosts. So rank 0 takes a new number, and each rank has to find its
+    own nonce in the list that rank 0 has made under it. Ranks of an attempt before are dead by then.
+    """
+    nonce, end = secrets.token_hex(8), time.monotonic() + seconds
+    number = store.add("attempts", int(rank == 0))
+    while time.monotonic() < end:
+        own = PrefixStore(f"attempt.{number}", store)
+        own.set(f"nonce.{rank}", nonce)
+        if rank == 0 and own.check([f"nonce.{other}" for other in range(size)]):
+            own.set("nonces", json.dumps([own.get(f"nonce.{other}").decode() for other in range(size)]))
+        if own.check(["nonces"]) and nonce in json.loads(own.get("nonces")):
+            return own
+        time.sleep(_POLL)
+        number = store.add("attempts", 0)
+    raise DistributedError(
+        f"not all of the {size:,} ranks have come together within {seconds:,.0f} seconds",
+        next_step="look at what the others have printed, and run again with --resume;"
+        " engine.process_timeout sets the time limit",
+    )
 
 
 class RankGroup:
@@ -52,7 +79,7 @@ class RankGroup:
         timeout = timedelta(seconds=seconds)
         try:
             store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
-            own = PrefixStore("psgrad", store)
+            own = keys_of_this_attempt(PrefixStore("psgrad", store), rank, size, seconds)
             dist.init_process_group(cls.backend, store=own, rank=rank, world_size=size, timeout=timeout)
         except (RuntimeError, ValueError) as error:
             raise DistributedError(

@@ -3,7 +3,7 @@ gradients.
 
     clipping = Clipping.flat(params, 1.0)
     source = batch_source(loss, params, inputs, target)
-    noisy = private_sum(source, clipping, Noise(1.1), "add_or_remove_one", make_generator("aes"))
+    noisy = private_sum(source, clipping, Noise(1.1), "add_or_remove_one", make_generator())
 
 What a step costs is in `accounting`, training in `step`, and docs/explanation/dp.md says what is guaranteed.
 """

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
@@ -33,7 +33,6 @@ from itertools import count
 
 import numpy as np
 import torch
-from torch import Tensor
 
 # Pairs of a block, whose buffers fit the second-level cache.
 PAIRS = 1 << 14
@@ -60,20 +59,6 @@ Use = Callable[[int, np.ndarray], None]
 """(place of the first, values): what is done with the normals of one block, float64. They may be overwritten,
 and not kept.
 """
-
-
-def normals(shape: Sequence[int], dtype: torch.dtype, take: Take, write: Write) -> Tensor:
-    """[*shape] standard normals on the CPU, float64, or those rounded to float32; the same for any number of
-    threads.
-    """
-    result = torch.empty(math.prod(shape), dtype=dtype, device="cpu")
-    out = result.numpy()
-
-    def use(start: int, drawn: np.ndarray) -> None:
-        out[start : start + len(drawn)] = drawn
-
-    normal_blocks(len(out), 1.0, take, write, use)
-    return result.reshape(tuple(shape))
 
 
 def normal_blocks(total: int, deviation: float, take: Take, write: Write, use: Use) -> None:

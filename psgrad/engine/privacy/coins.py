@@ -55,7 +55,7 @@ class Coins:
     """
 
     def __init__(self, generator: Generator | None = None, *roots: object) -> None:
-        generator = generator or make_generator("aes")
+        generator = generator or make_generator()
         self._key = hashlib.sha256(b"psgrad coins" + generator.uint64(4).tobytes()).digest()
         self._own = generators_of(*roots)
         self._stream: SecureGenerator | None = None

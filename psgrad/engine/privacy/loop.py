@@ -111,7 +111,7 @@ def make_private(
     account = account_of(module, optimizer, ledger)
     objective = Objective(module, _of_one(criterion))
     noise = Noise(noise_multiplier)
-    generator = generator or make_generator("aes")
+    generator = generator or make_generator()
     loop = _Loop(objective, Unchanged(module, criterion), generator)
     dataset = data_loader.dataset
     rows = RowsWithCoins(dataset, Coins(generator, dataset, data_loader.collate_fn))

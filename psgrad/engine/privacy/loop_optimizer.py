@@ -16,7 +16,7 @@ from psgrad.engine.privacy.accounting import StepEvent, epsilon_pld
 from psgrad.engine.privacy.loop_loader import LoopSampling
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.refusals import require_tail
-from psgrad.engine.privacy.step import PrivateTraining, private_sum
+from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.errors import ConfigError
 
 # The key of an optimiser's first group that has the account: it goes where the optimiser's state goes.
@@ -71,20 +71,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ConfigError("step was given a closure", expected="one gradient a step: no closure")
         training = self._training
-        noisy = private_sum(
-            training.source(np.arange(0)),
-            training.clipping,
-            training.noise(training.taken),
-            training.relation,
-            training.generator,
-            pay=self._pay,
-        )
-        training.update(noisy)
-
-    def _pay(self) -> None:
-        self._account.pay(self._training.event())
+        clipped = training.clipped(np.arange(0))  # of the batch that the loop has
+        self._account.pay(training.event())
         self.param_groups[0][_ACCOUNT] = self._account.content()
         _TRAINED.add(self._model)
+        training.update(training.noised(clipped))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.original_optimizer.zero_grad(set_to_none)
@@ -131,7 +122,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         and for a delta that loss distributions are not exact to.
         """
         multipliers = [(event.noise_multiplier, 1) for event in self.events]
-        require_tail(multipliers, delta, self._training.generator.reach)
+        require_tail(multipliers, delta)
         found = epsilon_pld([(event, 1) for event in self.events], delta)
         if found.value is None:
             raise ConfigError(f"there is no epsilon for these steps: {found.why_not}")

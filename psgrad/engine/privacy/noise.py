@@ -50,38 +50,31 @@ class Noise:
     ) -> dict[str, Tensor]:
         """name -> [*shape]: sum plus noise, drawn for each coordinate by itself; the sums are not changed.
 
-        One draw for all tensors of a type: in a network of many small tensors, calls take longer than
+        One draw for all tensors, on the CPU: in a network of many small tensors, calls take longer than
         numbers.
 
         Args:
-            sums: float32 or float64. All tensors that are released have to be among them, and whatever was
+            sums: float64. All tensors that are released have to be among them, and whatever was
                 summed into them was clipped by `clipping`. Zeros where the batch is empty.
 
         Returns:
             Tensors like the sums, multiples of `grid_of` the standard deviation.
 
         Raises:
-            ConfigError: the sums have another dtype.
+            ConfigError: a sum has another dtype.
         """
-        kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, value in sums.items():
-            if value.dtype not in (torch.float32, torch.float64):
+            if value.dtype != torch.float64:
                 raise ConfigError(
                     f"the sum of {name} is {value.dtype}",
-                    expected="torch.float32 or torch.float64",
-                    cause="a sum in half precision, or of integers",
-                    next_step="sum in float32; what is released may be converted afterwards",
+                    next_step="sum in float64; what is released may be converted afterwards",
                 )
-            kinds.setdefault((value.dtype, value.device), []).append(name)
         if not self.multiplier:
             return {name: value.clone() for name, value in sums.items()}
         deviation = self.standard_deviation(clipping.sensitivity(relation))
-        noisy_sums: dict[str, Tensor] = {}
-        for names in kinds.values():
-            flat = [sums[name].reshape(-1) for name in names]
-            together = noisy(torch.cat(flat) if len(flat) > 1 else flat[0], deviation, generator)
-            parts = together.split([part.numel() for part in flat])
-            noisy_sums.update(
-                (name, part.view(sums[name].shape)) for name, part in zip(names, parts, strict=True)
-            )
-        return {name: noisy_sums[name] for name in sums}
+        flat = torch.cat([value.detach().cpu().reshape(-1) for value in sums.values()])
+        parts = noisy(flat, deviation, generator).split([value.numel() for value in sums.values()])
+        return {
+            name: part.view(value.shape).to(value.device)
+            for (name, value), part in zip(sums.items(), parts, strict=True)
+        }

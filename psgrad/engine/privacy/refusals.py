@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from psgrad.engine.privacy.box_muller import REACH
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.errors import ConfigError
 
@@ -62,20 +63,20 @@ def require_expected_batch_size(expected_batch_size: float, sampling: Sampling, 
     )
 
 
-def require_tail(steps: Iterable[tuple[float, int]], delta: float, reach: float) -> None:
-    """Raises ConfigError if noise that ends at `reach` standard deviations is not close enough to the
-    Gaussian that is accounted.
+def require_tail(steps: Iterable[tuple[float, int]], delta: float) -> None:
+    """Raises ConfigError if noise that ends at REACH standard deviations is not close enough to the Gaussian
+    that is accounted.
 
     Args:
         steps: (noise multiplier z, how many steps have it). A record moves a sum by at most 1 / z deviations.
             If it moves one number by that distance, values in the last 1 / z deviations before the end reveal
-            it, with the probability of a normal number beyond reach - 1 / z. A thousandth of delta is allowed
+            it, with the probability of a normal number beyond REACH - 1 / z. A thousandth of delta is allowed
             for that.
     """
     steps = [(multiplier, count) for multiplier, count in steps if multiplier > 0]
     if (
         math.fsum(
-            count * math.erfc((reach - 1 / multiplier) / math.sqrt(2)) / 2 for multiplier, count in steps
+            count * math.erfc((REACH - 1 / multiplier) / math.sqrt(2)) / 2 for multiplier, count in steps
         )
         <= _SHARE_OF_DELTA * delta
     ):
@@ -85,11 +86,10 @@ def require_tail(steps: Iterable[tuple[float, int]], delta: float, reach: float)
         f"the noise multiplier is {least:g}: a record may move the sum by {1 / least:.3g} standard deviations"
         " of the noise",
         expected=(
-            f"noise whose tail is as accounted at delta {delta:g}; the generator's ends at {reach:.3g}"
-            " deviations"
+            f"noise whose tail is as accounted at delta {delta:g}; the noise ends at {REACH:.3g} deviations"
         ),
-        cause="a noise multiplier that is too small for any privacy, or generator: torch with a small one",
-        next_step="set a larger privacy.noise.multiplier, or generator: aes",
+        cause="a noise multiplier that is too small for any privacy",
+        next_step="set a larger privacy.noise.multiplier",
     )
 
 

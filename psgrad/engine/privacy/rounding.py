@@ -22,7 +22,6 @@ radius up to 12, and the finitely many values of t are so dense that a step's pr
 from __future__ import annotations
 
 import math
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -38,8 +37,6 @@ GRID_BITS = 12
 _OFF = 2.0**-31
 # The share of delta at which `residual_epsilon` is stated.
 _SHARE = 1e-9
-# Numbers whose noise is drawn at a time on a device other than the CPU.
-_PIECE = 1 << 20
 # Up to this number of steps the noise is added to a value as it is.
 _DIRECT = 2.0**18
 # Deviations that leave room in float64 for the grid, and for sums of many of them.
@@ -82,37 +79,24 @@ def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
     `grid_of(deviation)`.
 
     Args:
-        values: float32 or float64, any shape. They stay as they are.
+        values: float64 on the CPU, any shape. They stay as they are.
 
-    Returns:
-        A tensor like the values. A tensor of float32 holds the number nearest to a whole number of steps,
-        which is exact up to 2^24 steps.
+    Returns a tensor like the values.
     """
     grid = grid_of(deviation)
-    result = torch.empty(values.shape, dtype=values.dtype, device=values.device)
-    flat, out = values.detach().double().reshape(-1), result.view(-1)
-    if flat.device.type != "cpu":
-        for start in range(0, flat.numel(), _PIECE):
-            there = slice(start, min(start + _PIECE, flat.numel()))
-            drawn = generator.normal((there.stop - start,), torch.float64, flat.device).mul_(deviation)
-            to_nearest(flat[there], drawn, grid)
-            out[there] = drawn
-        return result
-    summed, written = flat.numpy(), out.numpy()
+    summed = values.reshape(-1).numpy()
+    written = np.empty_like(summed)
 
     def add(start: int, drawn: np.ndarray) -> None:
         there = slice(start, start + len(drawn))
         to_nearest(summed[there], drawn, grid)
         written[there] = drawn
 
-    generator.normal_blocks(flat.numel(), deviation, add)
-    return result
+    generator.normal_blocks(len(summed), deviation, add)
+    return torch.from_numpy(written).reshape(values.shape)
 
 
-Numbers = TypeVar("Numbers", np.ndarray, Tensor)
-
-
-def to_nearest(values: Numbers, drawn: Numbers, grid: float) -> None:
+def to_nearest(values: np.ndarray, drawn: np.ndarray, grid: float) -> None:
     """Replace `drawn` by the multiples of the grid that are nearest to values + drawn; both are float64, and
     of at least one number.
 

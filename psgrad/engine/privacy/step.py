@@ -55,7 +55,6 @@ def private_sum(
     *,
     adaptive: AdaptiveBound | None = None,
     expected_batch_size: float | None = None,
-    pay: Callable[[], None] = lambda: None,
 ) -> NoisySum:
     """The clipped sum of the source's batch plus noise of standard deviation `noise.multiplier *
     clipping.sensitivity(relation)`.
@@ -65,12 +64,11 @@ def private_sum(
             what the step costs in all: a part of it goes to the count of the norms below the bound, and the
             sum gets a little more noise in turn.
         expected_batch_size: the public divisor of that count; needed with `adaptive`.
-        pay: called once when the clipped sum is there and nothing of it has been seen: the place to write the
-            ledger. If it raises, nothing is released.
+
+    Nothing is paid for here: `PrivateTraining` has its ledger's line before the noise.
     """
     clipping, noise = sharing_with_count(clipping, noise, adaptive)
     clipped = source(clipping)
-    pay()
     clipped = replace(clipped, sums=dict(clipped.sums))  # the source may keep its own
     return _noised(clipped, clipping, noise, relation, generator, adaptive, expected_batch_size)
 
@@ -251,37 +249,15 @@ def _require_no_others(optimizer: torch.optim.Optimizer, parameters: Mapping[str
         )
 
 
-# Optimisers that need more than one gradient a step, or another kind of it.
-_REFUSED = {
-    "LBFGS": "it asks for several gradients and losses a step, of which one is released",
-    "SparseAdam": "it takes sparse gradients, and a noisy gradient is nowhere zero",
-}
-
-
-def known_optimizers() -> list[str]:
-    """The names of torch.optim that can be used."""
-    names = [
-        name
-        for name, value in vars(torch.optim).items()
-        if isinstance(value, type)
-        and issubclass(value, torch.optim.Optimizer)
-        and value is not torch.optim.Optimizer
-    ]
-    return sorted(set(names) - set(_REFUSED))
-
-
 def make_optimizer(
     name: str, kwargs: Mapping[str, Any], parameters: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """The optimiser over these parameters. Raises ConfigError for a name that torch.optim has not, and for
     arguments it does not take.
     """
-    if name in _REFUSED:
-        raise ConfigError(
-            f"privacy.optimizer: {name} can't be used: {_REFUSED[name]}",
-            next_step="choose a first-order optimiser",
-        )
-    names = known_optimizers()
+    base = torch.optim.Optimizer
+    kinds = {key: kind for key, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    names = sorted(key for key, kind in kinds.items() if issubclass(kind, base) and kind is not base)
     if name not in names:
         close = [other for other in names if other.lower() == name.lower()] or difflib.get_close_matches(
             name, names, n=1

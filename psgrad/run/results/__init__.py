@@ -33,7 +33,6 @@ from psgrad.run.results.plan import ParameterPlan as ParameterPlan
 from psgrad.run.results.plan import PlanResult as PlanResult
 from psgrad.run.results.privacy import STEP_COLUMNS as STEP_COLUMNS
 from psgrad.run.results.privacy import STEP_KEYS as STEP_KEYS
-from psgrad.run.results.privacy import AuditBound as AuditBound
 from psgrad.run.results.privacy import DPAuditResult as DPAuditResult
 from psgrad.run.results.privacy import DPPlanResult as DPPlanResult
 from psgrad.run.results.privacy import DPStepResult as DPStepResult

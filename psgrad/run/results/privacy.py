@@ -37,11 +37,10 @@ class StepStatement:
     than it need be. noise_multiplier: what the latest step is accounted with. noise_std: the standard
     deviation of its noise on the sum, which is noise_multiplier times `sensitivity`, and more where the bound
     adapts. rounding: `grid`, of which the latest step's released numbers are multiples (None without noise),
-    `formula`, from which it follows, `residual_epsilon`, what floating point may add to epsilon, and
-    `unrounded_steps`, how many noisy steps psgrad 0.1 took without a grid. unit: a part of a sentence, "one
-    row". trainable: {"parameters", "tensors", "of_parameters"}. budget: {"id", "epsilon", "delta"} of all
-    runs on the data, None without one. assumptions: see `assumptions_of`. model_sha256: of
-    public/model.safetensors.
+    `formula`, from which it follows, and `residual_epsilon`, what floating point may add to epsilon. unit: a
+    part of a sentence, "one row". trainable: {"parameters", "tensors", "of_parameters"}. budget: {"id",
+    "epsilon", "delta"} of all runs on the data, None without one. assumptions: see `assumptions_of`.
+    model_sha256: of public/model.safetensors.
     """
 
     format: int
@@ -129,8 +128,8 @@ class DPStepResult(ShortRepr):
     """The result of `psgrad dp-step`.
 
     Public: `step`, the content of public/step.json (StepStatement); `curve`, (number of steps, epsilon after
-    them), for all planned steps, by the accountant `curve_accountant` ("RDP" or "PLD"); `curve_pld`, the same
-    by PLD at a few places, empty if it is undefined; `notes`, lines that reveal nothing about the data.
+    them), for all planned steps, by the accountant `curve_accountant` ("RDP" or "PLD");
+    `notes`, lines that reveal nothing about the data.
 
     NOT PRIVATE: `steps`, one row for each step of this run (STEP_COLUMNS: `batch_size` the records drawn,
     `clip_fraction` the share of them whose norm was above its bound, `nonfinite` the records left out);
@@ -146,14 +145,13 @@ class DPStepResult(ShortRepr):
     bound: float | None = None
     curve_accountant: str = "RDP"
     notes: list[str] = field(default_factory=list)
-    curve_pld: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, repr=False)
 class NoisePlan(ShortRepr):
     """The cost of one noise multiplier over all planned steps; None where an accountant gives no result.
 
-    `noise_std` is the standard deviation on the sum, of the first step. `curve_pld` is as in DPStepResult.
+    `noise_std` is the standard deviation on the sum, of the first step.
     `configured` marks the multiplier of the config, or of its target epsilon.
     """
 
@@ -163,7 +161,6 @@ class NoisePlan(ShortRepr):
     epsilon_pld: float | None
     curve: list[tuple[int, float]]
     configured: bool = False
-    curve_pld: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, repr=False)
@@ -181,24 +178,6 @@ class DPPlanResult(ShortRepr):
     curve_accountant: str = "RDP"
     plot: Path | None = None
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class AuditBound:
-    """The lower bound on epsilon by one method.
-
-    Attributes:
-        method: which one, in words.
-        epsilon: the largest that it refutes, at the audit's delta.
-        noise: the largest possible noise, as a share of the declared one; None for a method without a
-            mechanism, infinite if it refutes nothing.
-        evidence: what was counted, in words.
-    """
-
-    method: str
-    epsilon: float
-    noise: float | None
-    evidence: str
 
 
 @dataclass(frozen=True)
@@ -246,10 +225,11 @@ class DPAuditResult(ShortRepr):
         accounted: the epsilon that is accounted for these steps, None if there is none; by which accountant:
             `accountant`.
         delta, confidence, steps, canaries: the settings of the audit.
-        guesses, right: of the attack that needs no assumption: how many coins it guessed, how many rightly.
-        declared: whether the guesses are possible under the declared guarantee.
+        declared: whether what was counted is possible under the declared guarantee.
+        noise_at_most: the largest possible noise, as a share of the declared one; infinite where nothing is
+            refuted, None where no noise is declared.
+        evidence: what was counted, in words.
         reach: the norm of a clipped canary, as a share of the most that a record can have.
-        bounds: epsilon by each method.
         noise: the results of the noise check.
         pairs: neighbours; none if only canaries took part.
         untested: what the audit did not look at, and may be wrong still.
@@ -266,11 +246,10 @@ class DPAuditResult(ShortRepr):
     confidence: float
     steps: int
     canaries: int
-    guesses: int
-    right: int
     declared: bool
+    noise_at_most: float | None
+    evidence: str
     reach: float
-    bounds: list[AuditBound]
     noise: NoiseAudit
     pairs: list[NeighbourPair]
     untested: list[str]
@@ -296,8 +275,7 @@ class DPAuditResult(ShortRepr):
 
     def _excess(self) -> str:
         accounted = "none" if self.accounted is None else f"{self.accounted:.4g}"
-        least = min((bound.noise for bound in self.bounds if bound.noise is not None), default=1.0)
-        noise = f", at most {least:.0%} of the declared noise" if least < 1 else ""
+        noise = f", at most {self.noise_at_most:.0%} of the declared noise"
         return f"epsilon is at least {self.epsilon:.4g}, accounted {accounted}{noise}"
 
     @property

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
-from psgrad.engine.execution.process_group import RankGroup
+from psgrad.engine.execution.process_group import RankGroup, keys_of_this_attempt
 from psgrad.engine.execution.ranks import MergingParts, RowPart, gaps, in_chunks, joined
 from psgrad.errors import ConfigError, DataError, DistributedError
 from tests.forked_ranks import die, fork_ranks, run_in_group
@@ -148,3 +151,38 @@ def test_rank_that_hangs_ends_the_others_after_the_time_limit(tmp_path: Path) ->
     ended = fork_ranks(tmp_path, 2, work)
     assert ended[0].code == 0, ended
     assert ended[0].seconds < 20
+
+
+def attempt(store: HashStore, size: int, slow: int) -> list[Any]:
+    """The parts of the store that the ranks of an attempt get. slow: the rank that comes last."""
+    found: list[Any] = [None] * size
+
+    def come(rank: int) -> None:
+        time.sleep(0.2 * (rank == slow))
+        found[rank] = keys_of_this_attempt(store, rank, size, 20.0)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_ranks_that_start_again_find_no_key_of_the_attempt_before(slow: int) -> None:
+    """The agent of torchrun keeps its store; ranks may be more or fewer then."""
+    store = HashStore()
+    for number, size in enumerate((3, 3, 2, 4)):
+        parts = attempt(store, size, min(slow, size - 1))
+        assert not parts[0].check(["failed"])
+        parts[0].set("failed", "0 3")
+        assert [part.get("failed") for part in parts] == [b"0 3"] * size
+        if number == 1:  # a rank that was killed before the others had come
+            store.add("attempts", 1)
+
+
+def test_ranks_that_do_not_come_are_a_named_error() -> None:
+    with pytest.raises(DistributedError, match="not all of the 2 ranks have come together within 0 seconds"):
+        keys_of_this_attempt(HashStore(), 0, 2, 0.2)

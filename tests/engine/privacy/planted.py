@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from psgrad.engine.privacy.box_muller import Use
 from psgrad.engine.privacy.generators import Generator, SecureGenerator
+
+
+def normals(generator: Generator, *shape: int) -> torch.Tensor:
+    """[*shape] float64: standard normals of a generator."""
+    drawn = torch.empty(shape, dtype=torch.float64, device="cpu")
+    out = drawn.view(-1).numpy()
+
+    def store(start: int, block: np.ndarray) -> None:
+        out[start : start + len(block)] = block
+
+    generator.normal_blocks(len(out), 1.0, store)
+    return drawn
 
 
 class PlantedGenerator(Generator):
@@ -24,9 +36,7 @@ class PlantedGenerator(Generator):
         taken, self.words = self.words[:n], self.words[n:]
         return np.array(taken, dtype=np.uint64)
 
-    def normal(
-        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> Tensor:
+    def normal_blocks(self, total: int, deviation: float, use: Use) -> None:
         raise AssertionError("no noise was to be drawn")
 
 

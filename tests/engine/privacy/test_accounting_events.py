@@ -90,9 +90,8 @@ def test_step_event_contradictory_line_refused() -> None:
 @pytest.mark.parametrize("mechanism", ["discrete_gaussian", "laplace", None])
 def test_step_event_other_noise_refused(mechanism: Any) -> None:
     """A ledger of discrete noise costs what psgrad can no longer draw or account."""
-    with pytest.raises(ConfigError, match=f"the noise of a ledger line is {mechanism!r}") as caught:
+    with pytest.raises(ConfigError, match=f"the noise of a ledger line is {mechanism!r}"):
         event_of(poisson(1.0, 0.1).line() | {"mechanism": mechanism})
-    assert "the psgrad that began it" in str(caught.value)
 
 
 def library_epsilons(lines: list[dict[str, Any]], delta: float) -> tuple[float | None, float | None]:

@@ -14,11 +14,9 @@ from scipy import integrate, special
 
 from psgrad.engine.privacy.accounting import (
     StepEvent,
-    coarse_epsilon_pld,
     composition,
     epsilon_pld,
     epsilon_rdp,
-    pld_curve,
 )
 from psgrad.engine.privacy.accounting.composition import gathered, interval_for
 from psgrad.engine.privacy.accounting.epsilon import pld_epsilon
@@ -28,8 +26,8 @@ from psgrad.errors import ConfigError
 from tests.engine.privacy.accountants import fixed, gaussian_delta, gaussian_epsilon, poisson, truncated
 
 
-def value_of(events: Any, delta: float = 1e-5, coarse: bool = False) -> float:
-    value = (coarse_epsilon_pld if coarse else epsilon_pld)(events, delta).value
+def value_of(events: Any, delta: float = 1e-5) -> float:
+    value = epsilon_pld(events, delta).value
     assert value is not None
     return value
 
@@ -57,7 +55,7 @@ def test_pld_one_noise_under_four_schemes() -> None:
     # The noise is C, whatever the scheme: the multiplier is 1 where S = C, and 1/2 where a record is replaced
     # and S = 2C.
     schemes = [poisson(1.0, 0.01), poisson(0.5, 0.01, "replace_one"), truncated(1.0, 0.01, 140, 10_000)]
-    assert [value_of([(event, 1_000)], coarse=True) for event in schemes] == pytest.approx(
+    assert [value_of([(event, 1_000)]) for event in schemes] == pytest.approx(
         [1.8282, 2.8434, 1.9712], abs=1e-3
     )
 
@@ -66,8 +64,8 @@ def test_pld_within_interval_of_prv_accountant() -> None:
     # prv-accountant 0.2.0: lower end, estimate, upper end. Opacus's constant, from its own copy of it, is the
     # upper end a step earlier.
     lower, upper = 6.7584, 6.7791
-    assert lower < value_of([(poisson(1.5, 0.04), 2250)], coarse=True) < upper
-    assert value_of([(poisson(1.5, 0.04), 2249)], coarse=True) < 6.777395712150674
+    assert lower < value_of([(poisson(1.5, 0.04), 2250)]) < upper
+    assert value_of([(poisson(1.5, 0.04), 2249)]) < 6.777395712150674
 
 
 # -- the factor 2 of replaced records ------------------------------------------------------------------------
@@ -93,9 +91,8 @@ def test_pld_noise_convention_of_accountants() -> None:
 @pytest.mark.parametrize(("multiplier", "steps"), [(1.5, 1), (4.0, 16), (30.0, 1000), (500.0, 3)])
 def test_pld_of_gaussians_equals_closed_form(relation: Any, multiplier: float, steps: int) -> None:
     exact = gaussian_epsilon(1e-5, math.sqrt(steps) / multiplier)
-    for coarse in (False, True):
-        value = value_of([(fixed(multiplier, relation), steps)], coarse=coarse)
-        assert exact * (1 - 1e-9) <= value <= exact * 1.002
+    value = value_of([(fixed(multiplier, relation), steps)])
+    assert exact * (1 - 1e-9) <= value <= exact * 1.002
     rdp = epsilon_rdp([(fixed(multiplier, relation), steps)], 1e-5).value
     assert value <= rdp <= 1.35 * exact  # type: ignore[operator]
 
@@ -186,7 +183,7 @@ def test_pld_rounding_is_an_upper_bound(multiplier: float, steps: int, delta: fl
     """A record that is nearly always drawn is composed by transforms, and costs what a Gaussian does, whose
     composition is known. Where transforms are too coarse for delta there is no figure.
     """
-    result = coarse_epsilon_pld([(poisson(multiplier, 1 - 1e-12), steps)], delta)
+    result = epsilon_pld([(poisson(multiplier, 1 - 1e-12), steps)], delta)
     exact = gaussian_epsilon(delta, math.sqrt(steps) / multiplier)
     if result.value is None:
         assert delta < 1e-14 * steps
@@ -204,7 +201,7 @@ def test_pld_epsilon_below_rdp() -> None:
         (poisson(40.0, 0.01), 100),
     ):
         rdp = epsilon_rdp([(event, steps)], 1e-6).value
-        assert 0 < value_of([(event, steps)], 1e-6, coarse=True) < rdp  # type: ignore[operator]
+        assert 0 < value_of([(event, steps)], 1e-6) < rdp  # type: ignore[operator]
 
 
 # -- many unlike steps ---------------------------------------------------------------------------------------
@@ -269,17 +266,16 @@ def test_pld_no_noise_and_no_steps() -> None:
 
 @pytest.mark.long
 def test_pld_epsilon_is_not_negative() -> None:
-    for coarse in (False, True):
-        assert value_of([(poisson(50.0, 0.01), 1)], 0.5, coarse) == 0.0
+    assert value_of([(poisson(50.0, 0.01), 1)], 0.5) == 0.0
     # A record that is rarely drawn: delta pays for all of it.
-    assert value_of([(poisson(0.5, 1e-4), 1)], 1e-3, coarse=True) == 0.0
+    assert value_of([(poisson(0.5, 1e-4), 1)], 1e-3) == 0.0
 
 
 @pytest.mark.parametrize("relation", ["add_or_remove_one", "zero_out", "replace_one"])
 def test_pld_sampling_rate_one(relation: Any) -> None:
     exact = gaussian_epsilon(1e-5, math.sqrt(7) / 5)
     assert value_of([(poisson(5.0, 1.0, relation), 7)]) == pytest.approx(exact, rel=1e-5)
-    assert value_of([(poisson(5.0, 1.0, relation), 7)], coarse=True) == pytest.approx(exact, rel=1e-3)
+    assert value_of([(poisson(5.0, 1.0, relation), 7)]) == pytest.approx(exact, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -290,14 +286,14 @@ def test_pld_grid_size_of_extremes(multiplier: float, rate: float, steps: int) -
     counts = {poisson(multiplier, rate): steps}
     width = 2 * (10 * multiplier + 1) / multiplier**2  # of the losses at ten standard deviations
     assert width / interval_for(counts) < 5e5
-    value = value_of(counts.items(), coarse=True)
+    value = value_of(counts.items())
     rdp = epsilon_rdp(counts.items(), 1e-5).value
     assert 0 <= value <= rdp * 1.01  # type: ignore[operator]
 
 
 def test_pld_truncation_above_dataset_size() -> None:
-    assert value_of([(truncated(3.0, 0.001, 500, 1_000), 50)], coarse=True) == value_of(
-        [(poisson(3.0, 0.001, "zero_out"), 50)], coarse=True
+    assert value_of([(truncated(3.0, 0.001, 500, 1_000), 50)]) == value_of(
+        [(poisson(3.0, 0.001, "zero_out"), 50)]
     )
 
 
@@ -328,16 +324,3 @@ def test_pld_closed_form_of_tests() -> None:
             -distance / 2 - epsilon / distance
         )
         assert gaussian_delta(epsilon, distance) == pytest.approx(true, rel=1e-9)
-
-
-@pytest.mark.sweep
-def test_pld_curve_interpolation_error() -> None:
-    """Even in the square root of the steps, as the figure has it; the first steps of a low sampling rate are
-    the hardest.
-    """
-    steps = poisson(1.0, 0.01)
-    places, spent = (np.array(values) for values in zip(*pld_curve([(steps, 2000)], 1e-5), strict=True))
-    assert (places[0], places[-1]) == (1, 2000)
-    for asked in (2, 6, 20, 70, 900):
-        exact = value_of([(steps, asked)], coarse=True)
-        assert -0.02 < np.interp(asked**0.5, places**0.5, spent) / exact - 1 < 0.01

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from psgrad.engine.privacy.batches import batch_source
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
-from psgrad.engine.privacy.generators import TorchGenerator, make_generator
+from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.step import private_sum
 from psgrad.errors import ConfigError
@@ -64,7 +64,7 @@ def test_adaptive_bound_count_sensitivity_record_without_gradient() -> None:
     def following(row: list[float] | None) -> float:
         rows = torch.tensor([[0.3, 0.4], [3.0, 4.0], *([] if row is None else [row])])
         source = batch_source(lambda params, row: params["weight"] @ row, params, rows)
-        generator, clipping = make_generator("aes", seed=1), Clipping.flat(params, 1.0)
+        generator, clipping = make_generator(seed=1), Clipping.flat(params, 1.0)
         noisy = private_sum(
             source, clipping, Noise(1.0), "zero_out", generator, adaptive=bound, expected_batch_size=8
         )
@@ -89,8 +89,7 @@ def test_adaptive_bound_noise_cost_formula() -> None:
 def test_adaptive_bound_noise_deviation() -> None:
     bound = AdaptiveBound(1.0, learning_rate=1.0, count_multiplier=3.0)
     below = torch.tensor([True, False, True])
-    generator = make_generator("torch", seed=1)
-    assert isinstance(generator, TorchGenerator)
+    generator = make_generator(seed=1)
     for relation, deviation in (("add_or_remove_one", 3.0), ("replace_one", 6.0)):
         moved = [math.log(bound.next(below, 100.0, relation, generator).bound) for _ in range(2000)]  # type: ignore[arg-type]
         noise = -torch.tensor(moved, dtype=torch.float64) * 100 - 0.5

@@ -32,7 +32,7 @@ OF_PYTORCH = [name for name in MODELS if name not in (*SHARED, "SeedsItself")]
 
 
 def secret(seed: int = 5) -> Coins:
-    return Coins(make_generator("aes", seed=seed))
+    return Coins(make_generator(seed=seed))
 
 
 def built(name: str) -> nn.Module:
@@ -159,9 +159,9 @@ def test_coins_of_a_generator_that_the_model_seeds_or_makes_are_refused() -> Non
     for kept, seeds in ((True, True), (False, True), (False, False)):
         model = WithGenerator(kept, seeds)
         with pytest.raises(ModelError, match="or draws from one that it has made there"):
-            summed(model, *rows(), Coins(make_generator("aes", seed=5), model))
+            summed(model, *rows(), Coins(make_generator(seed=5), model))
     model = WithGenerator(kept=True, seeds=False)
-    assert len(summed(model, *rows(), Coins(make_generator("aes", seed=5), model)).records.norms) == RECORDS
+    assert len(summed(model, *rows(), Coins(make_generator(seed=5), model)).records.norms) == RECORDS
 
 
 class Drop(nn.Module):
@@ -266,7 +266,7 @@ def test_generators_in_attributes_are_seeded_from_the_secret_stream(make: Any) -
     for seed in (5, 5, 6):
         reader = Reader(make())
         assert len(generators_of(partial(reader.noise))) == 1
-        coins = Coins(make_generator("aes", seed=seed), reader)
+        coins = Coins(make_generator(seed=seed), reader)
         with coins.seeded():
             drawn.append(reader.noise())
         assert reader.noise() == Reader(make()).noise()  # where it was before

@@ -22,13 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from psgrad.engine.privacy.box_muller import PAIRS
-from psgrad.engine.privacy.generators import Generator, SecureGenerator, TorchGenerator, make_generator
+from psgrad.engine.privacy.box_muller import PAIRS, REACH
+from psgrad.engine.privacy.generators import Generator, SecureGenerator, make_generator
 from psgrad.errors import ConfigError
-from tests.engine.privacy.planted import PlantedStream
+from tests.engine.privacy.planted import PlantedStream, normals
 
-KINDS = ("aes", "torch")
-DTYPES = (torch.float32, torch.float64)
 # The error of the first kind of every test of a distribution here. The streams have seeds, so a test passes
 # always or never.
 ALPHA = 1e-4
@@ -78,22 +76,22 @@ class Watched(SecureGenerator):
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["uint64", "float32", "float64"]), st.integers(0, 40)),
+        st.tuples(st.sampled_from(["uint64", "normals"]), st.integers(0, 40)),
         max_size=8,
     )
 )
 def test_generator_cipher_blocks_used_once(calls: list[tuple[str, int]]) -> None:
     generator = Watched()
-    for what, n in [*calls, ("float32", 4 * PAIRS + 3)]:
+    for what, n in [*calls, ("normals", 4 * PAIRS + 3)]:
         if what == "uint64":
-            getattr(generator, what)(n)
+            generator.uint64(n)
         else:
-            generator.normal((n,), getattr(torch, what))
+            normals(generator, n)
     assert len(generator.used) == len(set(generator.used)) <= generator._counter
 
 
 def test_generator_shared_by_threads() -> None:
-    generator = make_generator("aes")
+    generator = make_generator()
     result: list[int] = []
     workers = [
         threading.Thread(target=lambda: result.extend(generator.uint64(50).tolist())) for _ in range(8)
@@ -108,16 +106,14 @@ def test_generator_shared_by_threads() -> None:
 # -- whose stream it is --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_generator_new_instances_differ(kind: str) -> None:
-    words = [tuple(make_generator(kind).uint64(2).tolist()) for _ in range(20)]  # type: ignore[arg-type]
+def test_generator_new_instances_differ() -> None:
+    words = [tuple(make_generator().uint64(2).tolist()) for _ in range(20)]  # type: ignore[arg-type]
     assert len(set(words)) == 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [None, 5])
-def test_generator_fork(kind: str, seed: int | None) -> None:
-    generator = make_generator(kind, seed=seed)  # type: ignore[arg-type]
+def test_generator_fork(seed: int | None) -> None:
+    generator = make_generator(seed=seed)
     generator.uint64(3)
     receive, send = os.pipe()
     with warnings.catch_warnings():
@@ -134,11 +130,10 @@ def test_generator_fork(kind: str, seed: int | None) -> None:
     assert not set(theirs.tolist()) & set(generator.uint64(8).tolist())
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_generator_copy_refused(kind: str, way: object) -> None:
+def test_generator_copy_refused(way: object) -> None:
     with pytest.raises(ConfigError) as caught:
-        way(make_generator(kind))  # type: ignore[arg-type, operator]
+        way(make_generator())  # type: ignore[operator]
     assert "to be copied or pickled" in caught.value.arrived
     assert "subtract it" in str(caught.value.cause)
 
@@ -151,10 +146,9 @@ def test_generator_key_hidden() -> None:
     assert repr(generator) == "<SecureGenerator aes-256-ctr>"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_generator_seed_and_position(kind: str) -> None:
+def test_generator_seed_and_position() -> None:
     def words(seed: int, position: int) -> list[int]:
-        return make_generator(kind, seed=seed, position=position).uint64(4).tolist()  # type: ignore[arg-type]
+        return make_generator(seed=seed, position=position).uint64(4).tolist()
 
     assert words(1, 0) == words(1, 0)
     # (1, 10) and (11, 0) are written with the same digits.
@@ -162,27 +156,17 @@ def test_generator_seed_and_position(kind: str) -> None:
 
 
 def test_generator_name() -> None:
-    secure, fast = make_generator("aes"), make_generator("torch")
-    assert (secure.name, secure.secure) == ("aes-256-ctr", True)
-    assert (fast.name, fast.secure) == ("torch", False)
-    for kind in KINDS:
-        seeded = make_generator(kind, seed=7, position=3)  # type: ignore[arg-type]
-        assert not seeded.secure
-        assert seeded.name.endswith("insecure: seed 7")
-
-
-def test_generator_unknown_kind_refused() -> None:
-    with pytest.raises(ConfigError, match="the random generator is 'numpy'") as caught:
-        make_generator("numpy")  # type: ignore[arg-type]
-    assert "aes" in str(caught.value.expected)
+    assert (make_generator().name, make_generator().secure) == ("aes-256-ctr", True)
+    seeded = make_generator(seed=7, position=3)
+    assert not seeded.secure
+    assert seeded.name.endswith("insecure: seed 7")
 
 
 # -- integers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_generator_bits_balanced(kind: str) -> None:
-    words = make_generator(kind, seed=1).uint64(20_000)  # type: ignore[arg-type]
+def test_generator_bits_balanced() -> None:
+    words = make_generator(seed=1).uint64(20_000)
     ones = np.unpackbits(words.view(np.uint8).reshape(-1, 8), axis=1).sum(0)
     # 64 independent binomials: the sum of their squared deviations is chi-square.
     square = ((ones - 10_000) ** 2 / 5_000).sum()
@@ -221,39 +205,34 @@ def by_formula(generator: SecureGenerator, total: int) -> np.ndarray:
     return np.concatenate(blocks)[:total] if blocks else np.empty(0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape", [(), (0,), (1,), (2,), (5, 7), (2 * PAIRS,), (2 * PAIRS + 1,), (3, 2 * PAIRS + 5)]
 )
-def test_generator_normals_equal_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_generator_normals_equal_formula(shape: tuple[int, ...]) -> None:
     key = b"k" * 32
-    result = SecureGenerator(key).normal(shape, dtype)
-    assert result.shape == shape
-    assert result.dtype == dtype
+    result = normals(SecureGenerator(key), *shape)
     expected = torch.from_numpy(by_formula(SecureGenerator(key), math.prod(shape))).reshape(shape)
-    rounding = {torch.float32: 2.0**-24, torch.float64: 0.0}[dtype]
-    torch.testing.assert_close(result.double(), expected, rtol=rounding, atol=1e-14)
-    error = (result.double() - expected).abs()
-    assert error.numel() == 0 or error.median() < {torch.float32: 2e-7, torch.float64: 1e-15}[dtype]
+    torch.testing.assert_close(result, expected, rtol=0.0, atol=1e-14)
+    error = (result - expected).abs()
+    assert error.numel() == 0 or error.median() < 1e-15
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_generator_normal_blocks(kind: str, threads: None) -> None:
+def test_generator_normal_blocks(threads: None) -> None:
     """Each number once, at its place, whatever the threads; and what is done with a block may draw, too."""
     total = 9 * PAIRS + 5
-    expected = make_generator(kind, seed=6).normal((total,), torch.float64) * 3.0  # type: ignore[arg-type]
-    other = make_generator("aes", seed=7)
+    expected = normals(make_generator(seed=6), total) * 3.0
+    other = make_generator(seed=7)
     for number in (1, 3):
         torch.set_num_threads(number)
         found = torch.full((total,), math.nan, dtype=torch.float64)
 
         def use(start: int, drawn: np.ndarray, found: torch.Tensor = found) -> None:
             before = drawn.copy()
-            other.normal((10,), torch.float64)
+            normals(other, 10)
             assert (drawn == before).all()
             found[start : start + len(drawn)] = torch.from_numpy(drawn)
 
-        make_generator(kind, seed=6).normal_blocks(total, 3.0, use)  # type: ignore[arg-type]
+        make_generator(seed=6).normal_blocks(total, 3.0, use)
         torch.testing.assert_close(found, expected, rtol=1e-15, atol=0)
 
 
@@ -261,17 +240,17 @@ def test_generator_independent_of_threads(threads: None) -> None:
     result = []
     for number in (1, 2, 5):
         torch.set_num_threads(number)
-        result.append(SecureGenerator(b"t" * 32).normal((7 * PAIRS + 11,)))
+        result.append(normals(SecureGenerator(b"t" * 32), 7 * PAIRS + 11))
     assert all(torch.equal(result[0], other) for other in result[1:])
 
 
 def test_generator_normals_in_inference_mode_and_under_another_default_device(threads: None) -> None:
     torch.set_num_threads(2)
-    expected = SecureGenerator(b"i" * 32).normal((6 * PAIRS,))
+    expected = normals(SecureGenerator(b"i" * 32), 6 * PAIRS)
     with torch.inference_mode():
-        assert torch.equal(SecureGenerator(b"i" * 32).normal((6 * PAIRS,)), expected)
+        assert torch.equal(normals(SecureGenerator(b"i" * 32), 6 * PAIRS), expected)
     with torch.device("meta"):
-        assert torch.equal(SecureGenerator(b"i" * 32).normal((6 * PAIRS,)), expected)
+        assert torch.equal(normals(SecureGenerator(b"i" * 32), 6 * PAIRS), expected)
 
 
 def exact_radius(word: int, further: int) -> float:
@@ -287,21 +266,20 @@ def exact_radius(word: int, further: int) -> float:
     return float(context.sqrt(context.multiply(Decimal(-2), context.ln(ratio))))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "word", [0, 1, -1, 2, 1000, -(2**40), 2**46 - 1, 2**46, 2**47, 2**62, 2**63 - 1, -(2**63)]
 )
-def test_generator_normals_radius_extreme_bits(word: int, dtype: torch.dtype) -> None:
+def test_generator_normals_radius_extreme_bits(word: int) -> None:
     # One pair: eight bytes of radius, then an angle of bits 0: cos = 1. The further bits begin with the same.
     pattern = word.to_bytes(8, "little", signed=True) + bytes(8)
     radius = exact_radius(word, int.from_bytes(pattern * 64, "little"))
-    result = PlantedStream(pattern).normal((2,), dtype)
-    assert result[0] == pytest.approx(radius, rel=1e-6 if dtype == torch.float32 else 1e-15, abs=1e-9)
+    result = normals(PlantedStream(pattern), 2)
+    assert result[0] == pytest.approx(radius, rel=1e-15, abs=1e-9)
     assert result[1] == 0
     # And with every other angle at the ends of its range.
     for angle in (b"\x80\x00", b"\x7f\xff", b"\xff\xff", b"\x00\x01"):
         bits = word.to_bytes(8, "little", signed=True) + (angle[:1] + angle[1:] * 7)[::-1]
-        pair = PlantedStream(bits).normal((2,), dtype).double()
+        pair = normals(PlantedStream(bits), 2)
         assert pair.isfinite().all()
         assert pair.norm() == pytest.approx(
             exact_radius(word, int.from_bytes(bits * 64, "little")), rel=1e-6, abs=1e-9
@@ -310,8 +288,8 @@ def test_generator_normals_radius_extreme_bits(word: int, dtype: torch.dtype) ->
 
 def test_generator_normals_reach_all_zero_bits() -> None:
     """The largest value is that of bits that are all zero, and no normal variable of any run is beyond it."""
-    largest = PlantedStream(bytes(16)).normal((2,), torch.float64)[0].item()
-    assert largest == pytest.approx(SecureGenerator.reach, rel=1e-15)
+    largest = normals(PlantedStream(bytes(16)), 2)[0].item()
+    assert largest == pytest.approx(REACH, rel=1e-15)
     assert stats.norm.logsf(largest) < 10**3 * math.log(1e-2)
     # What a sum that a record moved by 1/z deviations can't show: for z = .3 and delta = 1e-12, and for much
     # less noise.
@@ -320,8 +298,7 @@ def test_generator_normals_reach_all_zero_bits() -> None:
     assert stats.norm.sf(math.sqrt(130 * math.log(2)) - 1 / 0.3) > 1e-12  # where U has 64 bits and no more
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_generator_normals_further_bits(dtype: torch.dtype) -> None:
+def test_generator_normals_further_bits() -> None:
     """A small U, in any pair of any block, takes its bits from a stretch of the stream that nothing else
     takes.
     """
@@ -333,7 +310,7 @@ def test_generator_normals_further_bits(dtype: torch.dtype) -> None:
                 out[: size - size % 8].view(np.int64)[::100] = 5
 
     generator = Rarely()
-    values = generator.normal((3 * PAIRS,), dtype)
+    values = normals(generator, 3 * PAIRS)
     assert len(generator.used) == len(set(generator.used)) <= generator._counter
     pairs = values.double().reshape(-1, 2)
     far = torch.cat([pairs[:PAIRS:100], pairs[PAIRS::100]]).norm(dim=1)
@@ -355,7 +332,7 @@ def test_generator_normals_float64_error(words: list[tuple[int, int, int]]) -> N
         for word, shift, angle in words:
             k = word >> shift
             bits = k.to_bytes(8, "little", signed=True) + angle.to_bytes(8, "little", signed=True)
-            pair = PlantedStream(bits).normal((2,), torch.float64).tolist()
+            pair = normals(PlantedStream(bits), 2).tolist()
             whole = Fraction(2 * int.from_bytes(bits * 64, "little") + 1, 2**8193)
             uniform = (
                 abs(k) + Fraction(1, 4)
@@ -377,11 +354,9 @@ def test_generator_normals_float64_error(words: list[tuple[int, int, int]]) -> N
                 assert abs(result - expected) < 2.0**-49 * radius + 2.0**-53 / radius
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_generator_normals_distribution(kind: str, dtype: torch.dtype) -> None:
+def test_generator_normals_distribution() -> None:
     n = 400_000
-    values = make_generator(kind, seed=3).normal((n,), dtype).double().numpy()  # type: ignore[arg-type]
+    values = normals(make_generator(seed=3), n).numpy()
     assert stats.kstest(values, "norm").pvalue > ALPHA
     for limit in (2.0, 3.0, 4.0):
         expected = 2 * stats.norm.sf(limit)
@@ -395,24 +370,6 @@ def test_generator_normals_distribution(kind: str, dtype: torch.dtype) -> None:
         for way in (np.asarray, np.abs, np.square):
             correlation = np.corrcoef(way(one), way(other))[0, 1]
             assert abs(correlation) * math.sqrt(len(one)) < stats.norm.isf(ALPHA / 2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_generator_half_precision_draw_is_refused(kind: str) -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.int64):
-        with pytest.raises(ConfigError) as caught:
-            make_generator(kind).normal((3,), dtype)  # type: ignore[arg-type]
-        assert f"noise in {dtype}" in caught.value.arrived
-        assert "float32 or torch.float64" in str(caught.value.expected)
-
-
-def test_generator_torch_seed() -> None:
-    one, other = TorchGenerator(11), TorchGenerator(11)
-    assert torch.equal(one.normal((50,)), other.normal((50,)))
-    assert not torch.equal(one.normal((50,)), one.normal((50,)))
-    before = torch.get_rng_state()
-    one.normal((50,))
-    assert torch.equal(before, torch.get_rng_state())  # torch's own generator is not used
 
 
 def test_generator_needs_integers_and_normals() -> None:

@@ -49,7 +49,7 @@ def parts_of(
         "criterion": nn.CrossEntropyLoss(),
         "noise_multiplier": 2.0,
         "max_grad_norm": 0.3,
-        "generator": make_generator("aes", seed=5),
+        "generator": make_generator(seed=5),
     }
     return make_private(
         model,

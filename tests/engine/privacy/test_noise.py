@@ -5,7 +5,6 @@ by itself.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ SIZE = 300_000
 
 
 def zeros(size: int = SIZE) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(size) for name in ("w", "v", "u")}
+    return {name: torch.zeros(size, dtype=torch.float64) for name in ("w", "v", "u")}
 
 
 def drawn(
@@ -50,7 +49,7 @@ def deviates(values: np.ndarray, deviation: float) -> float:
     ("relation", "sensitivity"), [("add_or_remove_one", 0.5), ("zero_out", 0.5), ("replace_one", 1.0)]
 )
 def test_noise_standard_deviation(relation: Relation, sensitivity: float) -> None:
-    values = drawn(1.3, relation, make_generator("aes", seed=1))["v"].double().numpy()
+    values = drawn(1.3, relation, make_generator(seed=1))["v"].double().numpy()
     assert deviates(values, 1.3 * sensitivity) > ALPHA
     # The same test has the power to see 5 % too much or too little.
     assert deviates(values, 1.3 * sensitivity * 1.05) < 1e-6
@@ -68,9 +67,8 @@ def test_noise_test_has_power() -> None:
     assert apart > 2 * off
 
 
-@pytest.mark.parametrize("kind", ["aes", "torch"])
-def test_noise_of_every_tensor(kind: Any) -> None:
-    noisy = drawn(2.0, "add_or_remove_one", make_generator(kind, seed=2))
+def test_noise_of_every_tensor() -> None:
+    noisy = drawn(2.0, "add_or_remove_one", make_generator(seed=2))
     for value in noisy.values():
         assert deviates(value.double().numpy(), 1.0) > ALPHA
     # The released vector as a whole: its norm is that of so many coordinates.
@@ -97,9 +95,9 @@ def test_noise_independent_between_tensors_steps_and_generators() -> None:
     def add(generator: Generator) -> dict[str, torch.Tensor]:
         return drawn(1.0, "add_or_remove_one", generator, size=20_000)
 
-    generator = make_generator("aes", seed=3)
+    generator = make_generator(seed=3)
     first, second = add(generator), add(generator)
-    resumed = add(make_generator("aes", seed=3, position=2))
+    resumed = add(make_generator(seed=3, position=2))
     draws = [run[name] for run in (first, second, resumed) for name in run]
     for place, one in enumerate(draws):
         for other in draws[:place]:
@@ -109,7 +107,7 @@ def test_noise_independent_between_tensors_steps_and_generators() -> None:
 
 def test_noise_after_resume_differs() -> None:
     """Without a seed: what a generator made anew gives has nothing in common with what was there before."""
-    runs = [drawn(1.0, "add_or_remove_one", make_generator("aes"), size=1000)["w"] for _ in range(4)]
+    runs = [drawn(1.0, "add_or_remove_one", make_generator(), size=1000)["w"] for _ in range(4)]
     for place, one in enumerate(runs):
         for other in runs[:place]:
             assert not set(one.tolist()) >= set(other.tolist())
@@ -119,17 +117,17 @@ def test_noise_after_resume_differs() -> None:
 # -- what it is added to -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_noise_leaves_sums(dtype: torch.dtype) -> None:
+def test_noise_leaves_sums() -> None:
+    dtype = torch.float64
     clipping = Clipping.flat(["w", "b"], 1.0)
     sums = {"w": torch.full((4, 3), 1000.0, dtype=dtype).t(), "b": torch.tensor(5.0, dtype=dtype)}
     before = {name: value.clone() for name, value in sums.items()}
-    noisy = Noise(1.0).add(sums, clipping, "add_or_remove_one", make_generator("aes", seed=4))
+    noisy = Noise(1.0).add(sums, clipping, "add_or_remove_one", make_generator(seed=4))
     alone = Noise(1.0).add(
         {name: value * 0 for name, value in sums.items()},
         clipping,
         "add_or_remove_one",
-        make_generator("aes", seed=4),
+        make_generator(seed=4),
     )
     for name, value in sums.items():
         assert torch.equal(value, before[name])
@@ -141,20 +139,20 @@ def test_noise_leaves_sums(dtype: torch.dtype) -> None:
 
 def test_noise_multiplier_zero() -> None:
     sums = {name: value + 3 for name, value in zeros(5).items()}
-    noisy = Noise(0.0).add(sums, CLIPPING, "add_or_remove_one", make_generator("aes"))
+    noisy = Noise(0.0).add(sums, CLIPPING, "add_or_remove_one", make_generator())
     for name, value in noisy.items():
         assert value.tolist() == [3.0] * 5
         assert value.data_ptr() != sums[name].data_ptr()
 
 
 def test_noise_empty_tensor() -> None:
-    noisy = drawn(1.0, "add_or_remove_one", make_generator("aes"), size=0)
+    noisy = drawn(1.0, "add_or_remove_one", make_generator(), size=0)
     assert {name: value.shape for name, value in noisy.items()} == dict.fromkeys(("w", "v", "u"), (0,))
 
 
 def test_noise_device_of_released_tensors(device: torch.device) -> None:
     sums = {name: value.to(device) for name, value in zeros(10).items()}
-    noisy = Noise(1.0).add(sums, CLIPPING, "add_or_remove_one", make_generator("aes"))
+    noisy = Noise(1.0).add(sums, CLIPPING, "add_or_remove_one", make_generator())
     assert all(value.device == sums[name].device for name, value in noisy.items())
 
 
@@ -169,12 +167,11 @@ def test_noise_multiplier_refused(multiplier: float) -> None:
     assert "target_epsilon" in str(caught.value.next_step)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_noise_half_precision_sums_refused(dtype: torch.dtype) -> None:
     sums = {**zeros(3), "u": torch.zeros(3, dtype=dtype)}
     with pytest.raises(ConfigError) as caught:
-        Noise(1.0).add(sums, CLIPPING, "add_or_remove_one", make_generator("aes"))
+        Noise(1.0).add(sums, CLIPPING, "add_or_remove_one", make_generator())
     error = caught.value
     assert error.arrived == f"the sum of u is {dtype}"
-    assert error.expected == "torch.float32 or torch.float64"
-    assert "sum in float32" in str(error.next_step)
+    assert "sum in float64" in str(error.next_step)

@@ -25,7 +25,7 @@ ALPHA = 1e-4
 
 def draws(scheme: Sampling, count: int, steps: int, seed: int = 1) -> np.ndarray:
     """Whether each record is in each step: bool [steps, count]."""
-    generator = make_generator("aes", seed=seed)
+    generator = make_generator(seed=seed)
     drawn = np.zeros((steps, count), dtype=bool)
     for step in drawn:
         step[scheme.draw(count, generator)] = True
@@ -48,7 +48,7 @@ def of(scheme: str, count: int) -> Sampling:
 
 @given(st.sampled_from(["poisson", "truncated_poisson", "fixed"]), st.integers(1, 300), st.integers(0, 10**6))
 def test_sampling_records_unique_and_ordered(scheme: str, count: int, seed: int) -> None:
-    drawn = of(scheme, count).draw(count, make_generator("aes", seed=seed))
+    drawn = of(scheme, count).draw(count, make_generator(seed=seed))
     assert drawn.dtype == np.int64
     assert (np.diff(drawn) > 0).all()
     assert len(drawn) == 0 or (drawn[0] >= 0 and drawn[-1] < count)
@@ -117,7 +117,7 @@ def test_sampling_truncated_poisson_uniform_over_subsets() -> None:
     ("count", "size"), [(0, 0), (5, 0), (1, 1), (9, 9), (2, 1), (1000, 999), (100_000, 3)]
 )
 def test_sampling_subsets_of_any_size(count: int, size: int) -> None:
-    subset = random_subset(count, size, make_generator("aes", seed=3))
+    subset = random_subset(count, size, make_generator(seed=3))
     assert len(subset) == len(set(subset.tolist())) == size
     assert subset.dtype == np.int64
 
@@ -126,24 +126,21 @@ def test_sampling_subsets_of_any_size(count: int, size: int) -> None:
     "scheme", [Sampling("poisson", sample_rate=0.5), Sampling("poisson", sample_rate=1.0)]
 )
 def test_sampling_empty_batch(scheme: Sampling) -> None:
-    drawn = scheme.draw(0, make_generator("aes"))
+    drawn = scheme.draw(0, make_generator())
     assert (drawn.shape, drawn.dtype) == ((0,), np.int64)
 
 
 def test_sampling_extreme_rates() -> None:
-    generator = make_generator("aes", seed=4)
+    generator = make_generator(seed=4)
     assert Sampling("poisson", sample_rate=1.0).draw(50, generator).tolist() == list(range(50))
     assert len(Sampling("poisson", sample_rate=1e-30).draw(5000, generator)) == 0
     assert len(Sampling("poisson", sample_rate=1e-4).draw(5000, generator)) < 10
 
 
 def test_sampling_large_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Sampling("poisson", sample_rate=0.5).draw(96, make_generator("aes", seed=5))
+    whole = Sampling("poisson", sample_rate=0.5).draw(96, make_generator(seed=5))
     monkeypatch.setattr(sampling, "_LOTS", 32)  # pieces of whole cipher blocks, so that the bits are the same
-    assert (
-        Sampling("poisson", sample_rate=0.5).draw(96, make_generator("aes", seed=5)).tolist()
-        == whole.tolist()
-    )
+    assert Sampling("poisson", sample_rate=0.5).draw(96, make_generator(seed=5)).tolist() == whole.tolist()
     assert whole.max() > 90
 
 
@@ -230,11 +227,11 @@ def test_sampling_batch_size_as_rate_refused() -> None:
 
 def test_sampling_small_dataset_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        Sampling("fixed", batch_size=5).draw(4, make_generator("aes"))
+        Sampling("fixed", batch_size=5).draw(4, make_generator())
     assert caught.value.arrived == "batch_size is 5, and the dataset has 4 records"
     truncated = Sampling("truncated_poisson", sample_rate=0.5, max_batch_size=2, dataset_size=5)
     with pytest.raises(ConfigError) as caught:
-        truncated.draw(6, make_generator("aes"))
+        truncated.draw(6, make_generator())
     assert caught.value.arrived == "the dataset has 6 records, and dataset_size is 5"
     assert "set dataset_size to 6" in str(caught.value.next_step)
 

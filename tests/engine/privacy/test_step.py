@@ -41,7 +41,7 @@ def training_of_the_head(optimizer_has_all: bool, frozen: bool) -> tuple[nn.Modu
         relation="add_or_remove_one",
         expected_batch_size=5,
         optimizer=torch.optim.SGD(model.parameters() if optimizer_has_all else head.values(), lr=0.1),
-        generator=make_generator("aes"),
+        generator=make_generator(),
     )
 
 
@@ -75,7 +75,7 @@ params, rows = {"w": torch.randn(600, 500)}, torch.randn(64, 500)
 source = batch_source(lambda params, row: torch.tanh(params["w"] @ row).sum(), params, rows)
 
 def step():
-    private_sum(source, Clipping.flat(params, 1.0), Noise(1.0), "add_or_remove_one", make_generator("aes"))
+    private_sum(source, Clipping.flat(params, 1.0), Noise(1.0), "add_or_remove_one", make_generator())
 
 def new_pages_of_a_step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -261,7 +261,7 @@ def streams_of(model: nn.Module, rows: Block, capture: Any = "auto") -> RecordSt
             loss, objective.params, read, chunk_size=1, randomness="different", capture=capture
         ),
         randomness="different",
-        coins=Coins(make_generator("aes", seed=3)),
+        coins=Coins(make_generator(seed=3)),
     )
 
 
@@ -313,7 +313,7 @@ def test_a_value_that_a_loop_changes_between_steps_is_read_again(change: Callabl
             criterion=nn.CrossEntropyLoss(),
             noise_multiplier=0.0,
             max_grad_norm=0.3,
-            generator=make_generator("aes", seed=5),
+            generator=make_generator(seed=5),
         )
         private, optimizer, criterion, loader = parts
         for step in range(10):

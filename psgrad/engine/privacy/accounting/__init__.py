@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from psgrad.engine.privacy.accounting.composition import (
-    coarse_epsilon_pld,
     curve_accountant,
     epsilon_curve,
     epsilon_pld,
     part_of,
-    pld_curve,
     tightest_epsilon,
 )
 from psgrad.engine.privacy.accounting.epsilon import Epsilon, epsilon_rdp
@@ -21,7 +19,6 @@ __all__ = [
     "Events",
     "StepEvent",
     "adaptive_multiplier",
-    "coarse_epsilon_pld",
     "curve_accountant",
     "epsilon_curve",
     "epsilon_pld",
@@ -30,6 +27,5 @@ __all__ = [
     "merged",
     "noise_multiplier_for",
     "part_of",
-    "pld_curve",
     "tightest_epsilon",
 ]

@@ -64,15 +64,6 @@ def epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilo
     Raises ConfigError for a delta that is not between 0 and 1, for steps that don't compose (see `merged`),
     and where dp-accounting is not installed.
     """
-    return _epsilon(events, delta, coarse=False)
-
-
-def coarse_epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilon:
-    """`epsilon_pld` on a coarser grid, for searches and figures: a little larger, and faster."""
-    return _epsilon(events, delta, coarse=True)
-
-
-def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool) -> Epsilon:
     assert_delta(delta)
     counts = merged(events)
     if not counts:
@@ -92,21 +83,19 @@ def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool
             f"delta is {delta:g}, and loss distributions of {steps} steps are exact to {10 * rounding:.0e}"
             " only",
         )
-    counts, interval, note = _composable(counts, coarse)
+    counts, interval, note = _composable(counts)
     value = _composed(
         tuple(counts.items()), delta - rounding if rounding > _UNSEEN * delta else delta, interval
     )
     return Epsilon(value, interval=interval, note=note)
 
 
-def _composable(
-    counts: Mapping[StepEvent, int], coarse: bool
-) -> tuple[dict[StepEvent, int], float, str | None]:
+def _composable(counts: Mapping[StepEvent, int]) -> tuple[dict[StepEvent, int], float, str | None]:
     """(the steps, few enough to be composed; the interval of their grid; a note of what was rounded)."""
     note, found = None, dict(counts)
-    if coarse or len(counts) > _FEW:
+    if len(counts) > _FEW:
         found, note = rounded_down(gathered(counts))
-    return found, interval_for(found, coarse or len(found) > _FEW), note
+    return found, interval_for(found), note
 
 
 def delta_curve(events: Events, epsilons: np.ndarray) -> np.ndarray | None:
@@ -117,7 +106,7 @@ def delta_curve(events: Events, epsilons: np.ndarray) -> np.ndarray | None:
     steps = sum(counts.values())
     if not counts or any(event.noise_multiplier == 0 for event in counts) or steps > _MOST_STEPS:
         return None
-    counts, interval, _ = _composable(counts, False)
+    counts, interval, _ = _composable(counts)
     return np.minimum(pld_deltas(counts, epsilons, interval) + _ROUNDING * steps, 1.0)
 
 
@@ -146,9 +135,9 @@ def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
     return rest
 
 
-def interval_for(counts: Mapping[StepEvent, int], coarse: bool = False) -> float:
+def interval_for(counts: Mapping[StepEvent, int]) -> float:
     """The grid's interval: dp-accounting's default where possible, finer if losses are small beside it,
-    coarser if there would be too many points, or on request.
+    coarser if there would be too many points, or for more than _FEW unlike steps.
     """
     steps = sum(counts.values())
     # The root-mean-square loss of one step is about q / z.
@@ -159,7 +148,7 @@ def interval_for(counts: Mapping[StepEvent, int], coarse: bool = False) -> float
         / steps
     )
     interval = min(INTERVAL, spread / _FINE)
-    if coarse:
+    if len(counts) > _FEW:
         interval = max(interval, min(spread / _COARSE, _COARSEST))
     # The widest losses of one step are those of the least noise, and the range of all together is about
     # epsilon, for which RDP of plain sampling is near enough.
@@ -186,52 +175,37 @@ def _tidy(interval: float) -> float:
     return float(f"{digit}e{power}")
 
 
-def epsilon_curve(events: Events, delta: float, places: Sequence[int]) -> list[tuple[int, float]]:
-    """(number of steps, epsilon after them), by RDP, or if this doesn't cover the steps by loss distributions
-    on a coarse grid.
+# Points of a curve by each accountant: one by loss distributions takes some tenths of a second.
+_CURVE_POINTS = {"RDP": 50, "PLD": 8}
 
-    events: in the order in which they are taken. places: after how many steps; numbers beyond the last step
-        are left out.
+
+def epsilon_curve(events: Events, delta: float) -> list[tuple[int, float]]:
+    """(number of steps, epsilon after them) at some places up to the last step, by `curve_accountant`.
+
+    events: in the order in which they are taken.
 
     Raises ConfigError as `epsilon_rdp` does, and if neither accountant covers the steps.
     """
     assert_delta(delta)
     runs = [(event, steps) for event, steps in events if merged([(event, steps)])]
-    total = sum(merged(runs).values())
-    places = sorted({int(place) for place in places if 1 <= place <= total})
-    if curve_accountant(events) == "RDP":
+    accountant = curve_accountant(events)
+    places = curve_points(sum(merged(runs).values()), _CURVE_POINTS[accountant])
+    if accountant == "RDP":
         return _by_moments(runs, delta, places)
-    return [(place, _known(coarse_epsilon_pld(part_of(runs, 0, place), delta))) for place in places]
+    return [(place, _known(epsilon_pld(part_of(runs, 0, place), delta))) for place in places]
 
 
-# Each point by loss distributions takes a hundredth of a second for equal steps, and up to some seconds for
-# many unlike ones.
-_FEW_POINTS = 8
-_ALIKE = 3
-
-
-def pld_curve(events: Events, delta: float) -> list[tuple[int, float]]:
-    """(number of steps, epsilon after them) by loss distributions on a coarse grid, at a few places: the
-    first step, the last one, and some between, densest at first, where epsilon grows the least like the
-    square root of the steps.
-
-    Empty where the steps are of more than _ALIKE kinds, as each point takes long then.
+def curve_points(steps: int, count: int) -> list[int]:
+    """After how many of `steps` steps a curve of epsilon has its points: densest at first, where it is steep,
+    as it grows like a root.
     """
-    runs = [(event, steps) for event, steps in events if merged([(event, steps)])]
-    kinds = merged(runs)
-    if not kinds or len(kinds) > _ALIKE:
-        return []
-    total = sum(kinds.values())
-    squares = [total * (place / _FEW_POINTS) ** 2 for place in range(1, _FEW_POINTS + 1)]
-    places = sorted(
-        {max(1, round(place)) for place in [*(squares[0] ** (part / 3) for part in range(3)), *squares]}
+    return sorted(
+        {max(1, round(steps * (place / count) ** 2)) for place in range(1, count + 1)} if steps else ()
     )
-    points = [(place, coarse_epsilon_pld(part_of(runs, 0, place), delta).value) for place in places]
-    return [(place, epsilon) for place, epsilon in points if epsilon is not None]
 
 
 def curve_accountant(events: Events) -> Literal["RDP", "PLD"]:
-    """The accountant that `epsilon_curve` uses for these steps."""
+    """The accountant that `epsilon_curve` uses: moments, which are fast, where they cover all steps."""
     return "PLD" if any(why_not_rdp(event) for event in merged(events)) else "RDP"
 
 

@@ -145,7 +145,12 @@ def event_of(line: Mapping[str, Any]) -> StepEvent:
             )
         return line[name]
 
-    require_gaussian(field("mechanism"), "a ledger line")
+    if field("mechanism") != MECHANISM:
+        raise ConfigError(
+            f"the noise of a ledger line is {line['mechanism']!r}",
+            expected=f"{MECHANISM}, the only mechanism",
+            next_step="begin a new run",
+        )
     scheme = field("scheme")
     _assert_one_of("sampling scheme", scheme, get_args(Scheme))
     # A line with a number of another scheme contradicts itself; Sampling raises the error.
@@ -156,17 +161,6 @@ def event_of(line: Mapping[str, Any]) -> StepEvent:
         Sampling(scheme, **(others | numbers)),
         field("relation"),
     )
-
-
-def require_gaussian(mechanism: object, where: str) -> None:
-    """Raises ConfigError unless the noise that is named there is what psgrad draws and accounts."""
-    if mechanism != MECHANISM:
-        raise ConfigError(
-            f"the noise of {where} is {mechanism!r}",
-            expected=f"{MECHANISM}, the only mechanism",
-            cause="a run that an earlier psgrad, which had discrete noise too, began",
-            next_step="go on with it in the psgrad that began it, or begin a new run",
-        )
 
 
 def merged(events: Iterable[tuple[StepEvent, int]]) -> dict[StepEvent, int]:

@@ -8,15 +8,15 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 
-from psgrad.engine.privacy.accounting.composition import coarse_epsilon_pld, epsilon_pld, plainly_sampled
+from psgrad.engine.privacy.accounting.composition import epsilon_pld, plainly_sampled
 from psgrad.engine.privacy.accounting.epsilon import Epsilon, assert_delta, epsilon_rdp, why_not_rdp
 from psgrad.engine.privacy.accounting.events import Events, merged
 from psgrad.errors import ConfigError
 
 # Noise multipliers that are tried: beyond these, a target can't be met, or is met by next to no noise.
 _LEAST, _MOST = 1e-3, 1e6
-# How far below the target epsilon may stay, relative to it; for a start, a first guess, and in the end.
-_ROUGH, _GUESS, _CLOSE = 5e-2, 1e-3, 5e-4
+# How far below the target epsilon may stay, relative to it; for a start, and in the end.
+_ROUGH, _CLOSE = 5e-2, 5e-4
 # How much smaller a multiplier's logarithm is where that of epsilon is larger by one, in most runs.
 _SLOPE = 0.7
 # A multiplier has this number of digits, so that the printed number is the solution itself.
@@ -28,8 +28,7 @@ def noise_multiplier_for(target_epsilon: float, delta: float, events_for: Callab
     it.
 
     The epsilon that is compared with the target is that of loss distributions (PLD), which is reported in the
-    end, and of RDP for plans that PLD does not cover. The search begins where RDP leads, and goes over a
-    coarse grid.
+    end, and of RDP for plans that PLD does not cover. The search begins where RDP leads.
 
     events_for: the steps of a run, by the noise multiplier (of a schedule, its base).
 
@@ -47,13 +46,12 @@ def noise_multiplier_for(target_epsilon: float, delta: float, events_for: Callab
             cause="privacy.steps is 0",
         )
     start = _start(target_epsilon, delta, events_for)
-    losses = coarse_epsilon_pld(events_for(start[0]), delta)
+    losses = epsilon_pld(events_for(start[0]), delta)
     if losses.value is None:
         if any(why_not_rdp(event) for event in kinds):
             raise ConfigError(f"there is no epsilon for these steps: {losses.why_not}")
         return _solved(epsilon_rdp, events_for, target_epsilon, delta, start, _CLOSE)[0]
-    guess = _solved(coarse_epsilon_pld, events_for, target_epsilon, delta, start, _GUESS)
-    return _solved(epsilon_pld, events_for, target_epsilon, delta, guess, _CLOSE)[0]
+    return _solved(epsilon_pld, events_for, target_epsilon, delta, start, _CLOSE)[0]
 
 
 def _start(target: float, delta: float, events_for: Callable[[float], Events]) -> tuple[float, float]:

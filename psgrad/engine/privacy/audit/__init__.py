@@ -2,7 +2,7 @@
 neighbouring datasets.
 """
 
-from psgrad.engine.privacy.audit.bounds import METHODS, AuditVerdict, Bound, judge
+from psgrad.engine.privacy.audit.bounds import AuditVerdict, judge
 from psgrad.engine.privacy.audit.canaries import Canaries, with_canaries
 from psgrad.engine.privacy.audit.game import AuditedRun, Played, play
 from psgrad.engine.privacy.audit.neighbour_step import (
@@ -15,10 +15,8 @@ from psgrad.engine.privacy.audit.noise_check import FALSE_ALARM, NoiseCheck, Noi
 
 __all__ = [
     "FALSE_ALARM",
-    "METHODS",
     "AuditVerdict",
     "AuditedRun",
-    "Bound",
     "Canaries",
     "DrawsDiffer",
     "LoggedGenerator",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from psgrad.engine.privacy.audit.canaries import StoringSource
 from psgrad.engine.privacy.batches import GradientSource
+from psgrad.engine.privacy.box_muller import Use
 from psgrad.engine.privacy.clipped_sums import ClippedSum
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
 from psgrad.engine.privacy.generators import Generator
@@ -40,7 +41,7 @@ class LoggedGenerator(Generator):
 
     def __init__(self, generator: Generator, log: list[tuple[Any, Any]] | None = None) -> None:
         super().__init__()
-        self.name, self.secure, self.reach = generator.name, generator.secure, generator.reach
+        self.name, self.secure = generator.name, generator.secure
         self._generator, self._replays, self._next = generator, log is not None, 0
         self._log: list[tuple[Any, Any]] = [] if log is None else log  # requests and numbers
 
@@ -57,16 +58,13 @@ class LoggedGenerator(Generator):
         drawn: np.ndarray[Any, np.dtype[np.uint64]] = self._give("uint64", n).copy()
         return drawn
 
-    def normal(
-        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> Tensor:
-        drawn: Tensor = self._give("normal", tuple(shape), dtype, str(torch.device(device))).clone()
-        return drawn
+    def normal_blocks(self, total: int, deviation: float, use: Use) -> None:
+        use(0, self._give("normals", total, deviation).copy())
 
-    def _give(self, *request: Any) -> Any:
+    def _give(self, *request: Any) -> np.ndarray[Any, Any]:
         if not self._replays:
-            self._log.append((request, getattr(self._generator, request[0])(*request[1:])))
-        logged = self._log[self._next] if self.left else (None, None)
+            self._log.append((request, self._drawn(*request)))
+        logged: tuple[Any, Any] = self._log[self._next] if self.left else (None, None)
         if logged[0] != request:
             raise DrawsDiffer(
                 f"draw {self._next + 1} of the step on the neighbour is {request}, and was"
@@ -75,7 +73,19 @@ class LoggedGenerator(Generator):
                 cause="noise that is skipped, or drawn again, depending on records",
             )
         self._next += 1
-        return logged[1]
+        numbers: np.ndarray[Any, Any] = logged[1]
+        return numbers
+
+    def _drawn(self, kind: str, total: int, deviation: float = 1.0) -> np.ndarray[Any, Any]:
+        if kind == "uint64":
+            return self._generator.uint64(total)
+        normals = np.empty(total)
+
+        def store(start: int, block: np.ndarray[Any, Any]) -> None:
+            normals[start : start + len(block)] = block
+
+        self._generator.normal_blocks(total, deviation, store)
+        return normals
 
     def _in_a_fork(self) -> None:
         pass  # the logged numbers are not secret, and are repeated on purpose

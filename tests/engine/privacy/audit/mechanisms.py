@@ -35,29 +35,6 @@ class HalfNoise(Noise):
         return Noise(self.multiplier / 2).add(sums, clipping, relation, generator)
 
 
-class NoNoise(Noise):
-    """Noise that is declared and not there."""
-
-    def add(
-        self, sums: dict[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator
-    ) -> dict[str, Tensor]:  # type: ignore[override]
-        return dict(sums)
-
-
-class SameNoise(Noise):
-    """Noise that starts from one seed for each tensor."""
-
-    def add(
-        self, sums: dict[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator
-    ) -> dict[str, Tensor]:  # type: ignore[override]
-        std = self.standard_deviation(clipping.sensitivity(relation))
-
-        def noisy(value: Tensor) -> Tensor:
-            return value + std * make_generator("torch", seed=3).normal((value.numel(),)).reshape(value.shape)
-
-        return {name: noisy(value) for name, value in sums.items()}
-
-
 class Unclipped(Clipping):
     """A bound that is declared and not kept to."""
 
@@ -90,7 +67,7 @@ class Game:
             lambda _: self.noise(self.multiplier),  # type: ignore[arg-type]
             self.sampling,
             self.relation,
-            self.generator or (lambda: make_generator("torch", seed=self.seed, position=next(made))),
+            self.generator or (lambda: make_generator(seed=self.seed, position=next(made))),
             self.adaptive,
             expected_batch_size=100.0,
         )

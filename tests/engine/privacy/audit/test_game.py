@@ -17,10 +17,9 @@ from scipy.stats import binom
 from psgrad.engine.privacy.audit import AuditVerdict, Canaries, judge, with_canaries
 from psgrad.engine.privacy.audit.bounds import smallest_epsilon
 from psgrad.engine.privacy.audit.game import evidence
-from psgrad.engine.privacy.audit.one_run import profile_of
+from psgrad.engine.privacy.audit.profiles import profile_of
 from psgrad.engine.privacy.batches import GradientSource, batch_source
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
-from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.rounding import grid_of
 from psgrad.engine.privacy.sampling import Sampling
@@ -30,9 +29,6 @@ from tests.engine.privacy.audit.mechanisms import (
     PARAMETERS,
     Game,
     HalfNoise,
-    NoNoise,
-    SameNoise,
-    Unclipped,
 )
 
 DELTA = 1e-5
@@ -41,7 +37,7 @@ PER_PARAMETER = Clipping.per_parameter(PARAMETERS, 0.5)
 
 def verdict(game: Game) -> AuditVerdict:
     events = game.events()
-    return judge(game.play(), events, DELTA, 0.95, smallest_epsilon(profile_of(events), DELTA))
+    return judge(game.play(), events, DELTA, 0.95)
 
 
 # -- what is right passes ------------------------------------------------------------------------------------
@@ -83,7 +79,6 @@ def test_audit_game_correct_mechanism(game: Game) -> None:
     assert played.noise.alarms == []
     accounted = smallest_epsilon(profile_of(game.events()), DELTA)
     assert 0.1 * accounted < result.epsilon < accounted
-    assert all(bound.epsilon <= result.epsilon for bound in result.bounds)
 
 
 @pytest.mark.sweep
@@ -92,7 +87,7 @@ def test_audit_game_false_alarm_rate() -> None:
     chance in 10^4.
     """
     games = [Game(FLAT, canaries=300, seed=seed) for seed in range(40)]
-    refuted = sum(not judge(game.play(), game.events(), DELTA, 0.8, None).declared for game in games)
+    refuted = sum(not judge(game.play(), game.events(), DELTA, 0.8).declared for game in games)
     assert refuted <= binom.isf(1e-4, len(games), 0.2)
 
 
@@ -119,50 +114,11 @@ def test_audit_game_finds_half_noise() -> None:
     result, played = verdict(game), game.play()
     assert not result.declared
     assert result.epsilon > smallest_epsilon(profile_of(game.events()), DELTA)
-    rates = next(bound for bound in result.bounds if bound.method == "rates")
-    assert rates.noise is not None
-    assert 0.5 <= rates.noise < 0.7
+    assert result.noise is not None
+    assert 0.5 <= result.noise < 0.7
     assert played.noise.alarms
     assert "spread" in played.noise.alarms
     assert played.noise.spread == pytest.approx(0.5, abs=0.02)
-
-
-@pytest.mark.long
-def test_audit_game_finds_half_noise_under_amplification() -> None:
-    game = Game(FLAT, noise=HalfNoise, sampling=Sampling("poisson", sample_rate=0.2), steps=10)
-    result, played = verdict(game), game.play()
-    assert not result.declared
-    assert "spread" in played.noise.alarms
-
-
-def test_audit_game_finds_missing_noise() -> None:
-    game = Game(FLAT, noise=NoNoise)
-    result, played = verdict(game), game.play()
-    assert not result.declared
-    assert result.epsilon > 30
-    assert "spread" in played.noise.alarms
-    assert played.noise.spread == 0
-
-
-def test_audit_game_finds_missing_clipping() -> None:
-    result = verdict(Game(Unclipped.flat(PARAMETERS, 0.5)))
-    assert not result.declared
-    assert result.epsilon > 30
-
-
-class Repeating:
-    """Makes generators that all give the same numbers, as one that is seeded anew for each step does."""
-
-    def __call__(self) -> Generator:
-        return make_generator("torch", seed=7)
-
-
-def test_audit_game_finds_repeated_noise() -> None:
-    assert "a part that repeats another" in Game(FLAT, generator=Repeating(), steps=2).play().noise.alarms
-
-
-def test_audit_game_finds_equal_noise_of_two_tensors() -> None:
-    assert "alike in two tensors" in Game(FLAT, noise=SameNoise).play().noise.alarms
 
 
 def test_audit_game_no_alarm_without_declared_noise() -> None:
@@ -170,10 +126,8 @@ def test_audit_game_no_alarm_without_declared_noise() -> None:
     game = Game(FLAT, multiplier=0.0)
     played = game.play()
     assert (played.noise.numbers, played.noise.alarms) == (0, [])
-    result = judge(played, game.events(), DELTA, 0.95, float("inf"))
-    assert result.declared
-    assert [bound.method for bound in result.bounds] == ["guesses"]
-    assert result.epsilon > 2
+    result = judge(played, game.events(), DELTA, 0.95)
+    assert (result.declared, result.epsilon, result.noise) == (True, 0.0, None)
 
 
 # -- records go along ----------------------------------------------------------------------------------------
@@ -200,7 +154,7 @@ def test_audit_game_scores_independent_of_other_records() -> None:
         alone.scores, abs=grid_of(game.multiplier * 0.5) / 0.5
     )  # in units of the sensitivity
     assert together.noise.alarms == []
-    result = judge(together, game.events(), DELTA, 0.95, None)
+    result = judge(together, game.events(), DELTA, 0.95)
     assert result.declared
     assert result.epsilon > 0.3
 

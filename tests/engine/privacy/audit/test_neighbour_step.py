@@ -22,6 +22,7 @@ from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Relation, record_loss
 from tests.engine.privacy.audit.mechanisms import HalfNoise, Unclipped
+from tests.engine.privacy.planted import normals
 
 FEATURES, CLASSES, RECORDS = 6, 3, 12
 NOISE = Noise(1.3)
@@ -87,7 +88,7 @@ def replayed(
     noise = options.pop("noise", NOISE)
     first, second = batch_source(loss, params, x, y), batch_source(loss, params, *change(x, y))
     return compare_neighbours(
-        first, second, made, noise, relation, make_generator("aes"), pair="a pair", **options
+        first, second, made, noise, relation, make_generator(), pair="a pair", **options
     )
 
 
@@ -148,9 +149,9 @@ def test_neighbours_record_of_several_rows() -> None:
     sources = [
         batch_source(of_user, params, users[start:], targets[start:], weights[start:]) for start in (0, 1)
     ]
-    assert compare_neighbours(*sources, clipping, NOISE, "add_or_remove_one", make_generator("aes")).holds
+    assert compare_neighbours(*sources, clipping, NOISE, "add_or_remove_one", make_generator()).holds
     rows = [batch_source(loss, params, x[start:], y[start:]) for start in (0, 3)]
-    assert not compare_neighbours(*rows, clipping, NOISE, "add_or_remove_one", make_generator("aes")).holds
+    assert not compare_neighbours(*rows, clipping, NOISE, "add_or_remove_one", make_generator()).holds
 
 
 @pytest.mark.parametrize("change", [*CHANGES.values()], ids=[*CHANGES])
@@ -187,7 +188,7 @@ def test_neighbours_finds_nonfinite_sum() -> None:
     params, data = parameters(torch.float64), batch(torch.float64)
     plain: GradientSource = batch_source(loss, params, *data)
     result = compare_neighbours(
-        plain, poisoned, Clipping.flat(params, 0.3), NOISE, "add_or_remove_one", make_generator("aes")
+        plain, poisoned, Clipping.flat(params, 0.3), NOISE, "add_or_remove_one", make_generator()
     )
     assert not result.finite
     assert not result.holds
@@ -225,7 +226,7 @@ def test_neighbours_finds_data_dependent_draws(empty_first: bool) -> None:
         batch_source(loss, params, x[:count], y[:count]) for count in ((0, 1) if empty_first else (1, 0))
     ]
     result = compare_neighbours(
-        *sources, Clipping.flat(params, 0.3), SkipsEmpty(1.3), "add_or_remove_one", make_generator("aes")
+        *sources, Clipping.flat(params, 0.3), SkipsEmpty(1.3), "add_or_remove_one", make_generator()
     )
     assert "the random draws" in result.differing
     assert not result.holds
@@ -241,15 +242,14 @@ def test_neighbours_half_noise_not_detected() -> None:
 
 def numbers_of(generator: Generator) -> list[Any]:
     return [
-        generator.normal((2, 3)).tolist(),
+        normals(generator, 2, 3).tolist(),
         generator.uint64(4).tolist(),
-        generator.normal([3], dtype=torch.float64).tolist(),
+        normals(generator, 3).tolist(),
     ]
 
 
-@pytest.mark.parametrize("kind", ["aes", "torch"])
-def test_draw_log_replays_numbers(kind: Any) -> None:
-    logged = LoggedGenerator(make_generator(kind))
+def test_draw_log_replays_numbers() -> None:
+    logged = LoggedGenerator(make_generator())
     first = numbers_of(logged)
     for _ in range(2):
         again = logged.again()
@@ -258,15 +258,15 @@ def test_draw_log_replays_numbers(kind: Any) -> None:
 
 
 def test_draw_log_keeps_copies() -> None:
-    logged = LoggedGenerator(make_generator("aes"))
-    drawn = logged.normal((5,))
+    logged = LoggedGenerator(make_generator())
+    drawn = normals(logged, 5)
     kept = drawn.clone()
     drawn.zero_()
-    assert torch.equal(logged.again().normal((5,)), kept)
+    assert torch.equal(normals(logged.again(), 5), kept)
 
 
 def test_draw_log_other_draws_refused() -> None:
-    logged = LoggedGenerator(make_generator("aes"))
+    logged = LoggedGenerator(make_generator())
     logged.uint64(3)
     with pytest.raises(DrawsDiffer, match=r"draw 1 of the step on the neighbour is \('uint64', 4\)"):
         logged.again().uint64(4)
@@ -277,5 +277,5 @@ def test_draw_log_other_draws_refused() -> None:
 
 
 def test_draw_log_seeded_generator() -> None:
-    plain, logged = make_generator("aes", seed=1), LoggedGenerator(make_generator("aes", seed=1))
+    plain, logged = make_generator(seed=1), LoggedGenerator(make_generator(seed=1))
     assert np.array_equal(plain.uint64(8), logged.uint64(8))

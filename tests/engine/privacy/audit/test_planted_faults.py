@@ -23,6 +23,7 @@ from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.rounding import grid_of
 from psgrad.engine.privacy.sampling import Sampling
 from tests.engine.privacy.audit.mechanisms import FLAT, Game
+from tests.engine.privacy.planted import normals
 
 Patch = pytest.MonkeyPatch
 TENTH = Sampling("poisson", sample_rate=0.1)
@@ -138,7 +139,7 @@ def sensitivity_of_removal(patch: Patch) -> None:
 
 def unrounded(patch: Patch) -> None:
     def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
-        return values + deviation * generator.normal(values.shape, values.dtype)
+        return values + deviation * normals(generator, *values.shape)
 
     patch.setattr("psgrad.engine.privacy.noise.noisy", noisy)
 
@@ -238,7 +239,7 @@ FAULTS: dict[str, tuple[Callable[[Patch], None], Game, str]] = {
 def alarms_of(game: Game, alarm: str) -> list[str]:
     """All alarms; whether canaries are told apart only where that is asked for."""
     played = game.play()
-    declared = alarm != "told apart" or judge(played, game.events(), 1e-5, 0.95, None).declared
+    declared = alarm != "told apart" or judge(played, game.events(), 1e-5, 0.95).declared
     return played.noise.alarms + ([] if declared else ["told apart"])
 
 

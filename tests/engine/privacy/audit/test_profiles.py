@@ -10,7 +10,7 @@ from scipy.stats import norm
 
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_pld
 from psgrad.engine.privacy.audit.bounds import smallest_epsilon
-from psgrad.engine.privacy.audit.one_run import distance, profile_of, scaled
+from psgrad.engine.privacy.audit.profiles import distance, profile_of, scaled
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import Sampling
 
