@@ -13,7 +13,7 @@ from psgrad.errors import ConfigError, DataError
 from psgrad.quality.baselines import read_reference, saved_reference
 from psgrad.quality.detector import detector_scores
 from psgrad.quality.judging import judge
-from psgrad.quality.references import reference_of, require_comparable
+from psgrad.quality.references import measured_as, reference_of, require_comparable
 from psgrad.run.results.manifest import read_manifest
 from tests.quality.frames import config, samples, trusted
 
@@ -40,7 +40,7 @@ MANIFEST: dict[str, Any] = {
 
 
 def described(manifest: dict[str, Any]) -> dict[str, Any]:
-    return references.measured_as(read_manifest(manifest))
+    return measured_as(read_manifest(manifest))
 
 
 def with_outliers(**outliers: Any) -> dict[str, Any]:
