@@ -18,6 +18,8 @@ import pandas as pd
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
@@ -134,6 +136,18 @@ def scatter(axes: Axes, rows: pd.DataFrame, across: str, look: tuple[str, str], 
         width = 1.1 if marker == "x" else 0
         points = axes.scatter(rows[across], rows["loss"], s=16, color=colour, marker=marker, label=words)
         points.set(linewidths=width, alpha=0.7, rasterized=True)
+
+
+def binned(axes: Axes, x: Array, y: Array, colour: str = REST) -> PolyCollection:
+    """Samples by their numbers in the cells of a grid, darker for more of them (log shade), where there are
+    too many for points; on the scales that the axes have.
+    """
+    ends = ["#e4e9ef", REST, DARK] if colour == REST else ["#f7dcc6", REVIEW, "#7a3403"]
+    shades = LinearSegmentedColormap.from_list("shades", ends)
+    scales: dict[str, Any] = {"xscale": axes.get_xscale(), "yscale": axes.get_yscale()}
+    cells = axes.hexbin(x, y, gridsize=100, bins="log", mincnt=1, cmap=shades, linewidths=0, **scales)
+    cells.set_rasterized(True)
+    return cells
 
 
 def rows_height(rows: int) -> float:

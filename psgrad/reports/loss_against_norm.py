@@ -11,17 +11,15 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
 from psgrad.reports.figures import (
-    DARK,
     INK,
     REST,
     REVIEW,
     Plot,
+    binned,
     figure_with_axes,
     legend_above,
-    log_bins,
     say_empty,
     scatter,
     styled,
@@ -50,6 +48,7 @@ def loss_against_norm(samples: pd.DataFrame, unit: str = "", listed: str = LISTE
     if not len(drawn):
         say_empty(axes)
     else:
+        axes.set(xscale="log", yscale="log" if log_loss else "linear")
         caption += _draw_points(axes, drawn, listed_samples(samples).index, listed)
         caption += "Outlined: the samples of the table of the page. "
         alt = (
@@ -57,9 +56,9 @@ def loss_against_norm(samples: pd.DataFrame, unit: str = "", listed: str = LISTE
             f" {count(int(drawn['is_outlier_issue'].sum()))} of them listed."
         )
         loss = f"loss ({unit})" if unit else "loss"
-        axes.set(xscale="log", xlabel=NORM_AXIS, ylabel=loss)
+        axes.set(xlabel=NORM_AXIS, ylabel=loss)
         if log_loss:
-            axes.set(yscale="log", ylabel=f"{loss[:-1]}, log scale)" if unit else "loss (log scale)")
+            axes.set_ylabel(f"{loss[:-1]}, log scale)" if unit else "loss (log scale)")
         if axes.get_legend_handles_labels()[0]:
             legend_above(axes, columns=2)
         if drawn["loss"].nunique() > 1 and drawn["grad_norm"].nunique() > 1:
@@ -120,41 +119,28 @@ def _draw_points(axes: Axes, drawn: pd.DataFrame, marked: pd.Index[Any], listed:
     table, are marks of their own, the others of either group points or, where there are too many, binned.
     """
     shown, wrong = drawn.index.isin(marked), disagrees(drawn).to_numpy(bool)
-    binned = []
+    in_bins = []
     for in_review, colour, words in ((False, REST, "other samples"), (True, REVIEW, listed)):
         inside = drawn["is_outlier_issue"].to_numpy(bool) == in_review
         if (inside & ~shown).sum() > MAX_POINTS:
-            _draw_density(axes, drawn[inside & ~shown], within=drawn, colour=colour)
-            binned.append(words)
+            many = drawn[inside & ~shown]
+            binned(axes, many["grad_norm"].to_numpy(), many["loss"].to_numpy(), colour)
+            in_bins.append(words)
         for differs, marker, outlined in ((False, "o", "o"), (True, "x", "X")):
             said = f"{words}, prediction differs from label" if differs else words
             alike = inside & (wrong == differs)
-            if words not in binned:
+            if words not in in_bins:
                 scatter(axes, drawn[alike & ~shown], "grad_norm", (colour, marker), said)
             if len(rows := drawn[alike & shown]):
-                named = words in binned or not (alike & ~shown).any()
+                named = words in in_bins or not (alike & ~shown).any()
                 marks = axes.scatter(rows["grad_norm"], rows["loss"], s=26, marker=outlined)
                 marks.set(
                     color=colour, edgecolor=INK, linewidths=0.6, zorder=3, label=said if named else None
                 )
                 marks.set_gid(_ROWS + "-".join(map(str, rows["index"])))
-    if not binned:
+    if not in_bins:
         return ""
     return (
         f"Blue: other samples; orange: {listed}. Binned, darker for more samples (log shade):"
-        f" {' and '.join(binned)}. "
+        f" {' and '.join(in_bins)}. "
     )
-
-
-def _draw_density(axes: Axes, rows: pd.DataFrame, within: pd.DataFrame, colour: str) -> None:
-    low, high = within["loss"].min(), within["loss"].max()
-    across = log_bins(within["grad_norm"].to_numpy(float), 110)
-    losses = within["loss"].to_numpy(float)
-    up = log_bins(losses, 70) if low > 0 else np.linspace(low, max(high, low + 1e-9), 71)
-    counts = np.histogram2d(rows["grad_norm"], rows["loss"], bins=[across, up])[0].T
-    ends = ["#e4e9ef", REST, DARK] if colour == REST else ["#f7dcc6", REVIEW, "#7a3403"]
-    shades = LinearSegmentedColormap.from_list("shades", ends)
-    mesh = axes.pcolormesh(
-        across, up, np.where(counts > 0, counts, np.nan), cmap=shades, norm=LogNorm(vmin=1)
-    )
-    mesh.set_rasterized(True)
