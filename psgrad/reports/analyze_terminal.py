@@ -7,10 +7,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from psgrad.reports.analyze_tables import column_of
 from psgrad.reports.labels import label_warning, label_words
 from psgrad.reports.outliers import MAX_NAMED, OFFER, OPTION, gap_words, nonfinite_ids, rankings_of
-from psgrad.reports.tables import Table, TableColumn, table
-from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
+from psgrad.reports.tables import Table, table
+from psgrad.reports.words import count, identifier, number, printable
 from psgrad.run.results import AnalyzeResult, top_samples
 from psgrad.run.results.check import check_content
 
@@ -21,30 +22,16 @@ def top_table(result: AnalyzeResult, n: int) -> Table:
     """The first n ranks. Columns without a value are left out: labels where there are none, q-values where
     there was no reference.
     """
-    samples, names = result.samples, result.class_names
-    judged = result.manifest.judged
-    there = [each for each in ("target", "prediction", "q_value") if each in samples]
-    there = [each for each in there if samples[each].notna().any()]
-    columns = [
-        TableColumn("rank", lambda row: str(row["rank"]), True),
-        TableColumn("id", lambda row: identifier(row["id"])),
-    ]
-    if "target" in there:
-        columns.append(TableColumn("label", lambda row: label(row["target"], names)))
-    if "prediction" in there:
-        columns.append(TableColumn("prediction", lambda row: label(row["prediction"], names)))
+    samples, score = result.samples, str(result.manifest.judged.score)
+    there = {name for name in ("target", "prediction", "q_value") if name in samples}
+    names = ["rank", "id", *(each for each in ("target", "prediction") if each in there)]
     if "group" in samples and samples["group"].nunique() > 1:
-        columns.append(TableColumn("group", lambda row: group_words(row["group"], judged.groups.by, names)))
-    columns += [
-        TableColumn("loss", lambda row: number(row["loss"]), True),
-        TableColumn("gradient norm", lambda row: number(row["grad_norm"]), True),
-    ]
-    score = str(judged.score)
+        names.append("group")
+    names += ["loss", "grad_norm"]
     if score not in ("loss", "grad_norm", "log_norm") and score in samples:
-        columns.append(TableColumn(score, lambda row: number(row[score]), True))
-    columns.append(TableColumn("percentile", lambda row: percentile(row["percentile"]), True))
-    if "q_value" in there:
-        columns.append(TableColumn("q-value", lambda row: number(row["q_value"]), True))
+        names.append(score)
+    names += ["percentile", *({"q_value"} & there)]
+    columns = [column_of(name, result) for name in names if name not in there or samples[name].notna().any()]
     return table("top", "The first ranks", columns, top_samples(samples, n).to_dict("records"))
 
 
