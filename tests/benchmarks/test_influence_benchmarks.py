@@ -48,12 +48,6 @@ def test_models_are_trained_once_and_kept(bench: Any, script: Any, monkeypatch: 
         truth.Bench(bench.cache, bench.recipe).outcomes(2, 2, 2)
 
 
-def test_tuning_has_other_halves_and_other_queries(bench: Any) -> None:
-    assert bench.truth.losses.shape == (4, 2, 300)
-    assert bench.tuning.losses.shape == (3, 2, 60)
-    assert not (bench.truth.subsets[:3] == bench.tuning.subsets).all(1).any()
-
-
 @pytest.mark.sweep
 def test_the_table_of_quality(
     bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

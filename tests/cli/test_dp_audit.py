@@ -282,10 +282,7 @@ def test_audit_says_which_records_an_augmentation_does_not_take(drawing: Workpla
     drawing.config["privacy"]["augmentation"]["function"] = "augment.py:careful"
     found = as_json(drawing, "--steps", "1")
     assert (found["violations"], len(found["notes"])) == ([], 1)
-    assert (
-        "not compared: a record comes whose inputs are NaN, on which augment.py:careful raised ValueError:"
-        " a NaN" in found["notes"][0]
-    )
+    assert "not compared: a record comes whose inputs are NaN, on which" in found["notes"][0]
     assert len(found["pairs"]) >= 6
 
 
@@ -311,10 +308,8 @@ def test_a_bound_that_is_not_kept_to_is_a_violation(
 @pytest.mark.long
 def test_a_replayed_stream_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dp_audit, "make_generator", lambda: make_generator(seed=3))
-    assert (
-        "what is drawn is not as declared: a part that repeats another"
-        in as_json(private, "--canaries-only")["violations"]
-    )
+    found = as_json(private, "--canaries-only")["violations"]
+    assert "what is drawn is not as declared: a part that repeats another" in found
 
 
 @pytest.mark.long

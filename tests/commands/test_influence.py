@@ -324,10 +324,8 @@ def test_rows_that_are_not_finite_are_named_left_out_and_counted(place: Influenc
     place.save_queries(x=xq)
     outcome = place.influence("--matrix")
     assert outcome.code == 0, outcome.err
-    assert (
-        "excluded 2 of 24 training examples, whose loss or gradient is not finite: row-03, row-08"
-        in outcome.err
-    )
+    assert "excluded 2 of 24 training examples" in outcome.err
+    assert "not finite: row-03, row-08" in outcome.err
     assert "excluded 1 of 5 queries, whose loss or gradient is not finite: query-1" in outcome.err
     counts = place.manifest()["counts"]
     assert counts == {"training_examples": 24, "training_nonfinite": 2, "queries": 5, "queries_nonfinite": 1}

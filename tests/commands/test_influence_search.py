@@ -145,15 +145,11 @@ def test_index_search_measures_a_sample_of_the_queries(place: InfluenceWorkplace
     assert (search_facts(place)["measured"], search_facts(place)["queries"]) == (2, 5)
     assert not place.manifest()["influence"]["warnings"]
     approximate(place, ALL_LISTS)
-    assert "all 5 queries were also answered by reading all rows" in str(
-        place.manifest()["influence"]["warnings"]
-    )
+    assert "all 5 queries were also answered by reading all" in str(place.manifest()["influence"]["warnings"])
     approximate(place, {**ALL_LISTS, "sample": 0})
     assert search_facts(place)["recall"] is None
     outcome = place.influence("--overwrite", "--no-report")
-    assert "influence.index_search.sample: 0: which share of the strongest rows was found is not known" in (
-        outcome.err
-    )
+    assert "influence.index_search.sample: 0: which share of the strongest rows was found" in outcome.err
     assert "approximate search, recall not measured: 6 of 6 lists were searched" in outcome.out
 
 

@@ -243,9 +243,7 @@ def test_labels_outside_the_models_own(folder: Path) -> None:
     config = transformers.ViTConfig(id2label={0: "dog", 1: "emu"}, label2id={"dog": 0, "emu": 1})
     with pytest.raises(DataError) as caught:
         load(folder, Pretrained(folder / "model", "image-classification", config), images="images")
-    assert "the label 'cat' in row 0, 1 of 3 rows, is no class\n  expected: one of dog, emu" in str(
-        caught.value
-    )
+    assert "the label 'cat' in row 0, 1 of 3 rows, is no class" in str(caught.value)
 
 
 # -- Modes ---------------------------------------------------------------------------------------------------
