@@ -22,8 +22,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "commands.md"
 HEAD = """\
 # Commands
 
-`python -m tools.pages` makes this page from the code of the commands. `psgrad COMMAND --help` prints
-the same.
+`python -m tools.pages` makes this page from the code of the commands. `psgrad COMMAND --help` says
+more of each.
 
 Results go to standard output, messages for people to standard error. The exit codes:
 
@@ -38,6 +38,8 @@ Results go to standard output, messages for people to standard error. The exit c
 The output has no colours if `NO_COLOR` is set or if it does not go to a terminal.
 
 ## Options of several commands
+
+Every command has `--debug`.
 """
 _COMMON = 3
 """An option of so many commands, in the same words, is described once for all of them."""
@@ -57,7 +59,7 @@ def page(text: str) -> str:
 
 
 def section(name: str, callback: Callable[..., None], lines: list[str], common: list[str]) -> str:
-    """One command: its arguments, what it does, and its own options."""
+    """One command: its arguments, the first words of its help, and its own options."""
     arguments = [
         about.metavar or key.upper()
         for key, about, _, _ in parameters_of(callback)
@@ -65,11 +67,13 @@ def section(name: str, callback: Callable[..., None], lines: list[str], common: 
     ]
     own = [line for line in lines if line not in common]
     shared = ", ".join(
-        f"`{line.split('`')[1].split()[0]}`" for line in lines if line in common and "--" in line
+        f"`{line.split('`')[1].split()[0]}`"
+        for line in lines
+        if line in common and "--" in line and "debug" not in line
     )
     parts = [
         f"### {' '.join([f'psgrad {name}', *arguments])}",
-        inspect.cleandoc(callback.__doc__ or ""),
+        inspect.cleandoc(callback.__doc__ or "").split("\n\n")[0],
         "\n".join([*own, *([f"- As above: {shared}."] if shared else [])]),
     ]
     return "\n\n".join(parts) + "\n"

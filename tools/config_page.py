@@ -86,7 +86,8 @@ def row(path: str, key: str, content: Mapping[str, Any], required: bool) -> str:
     values = value_of(inside, content, default)
     facts += [each for each in (values, default_of(values, default)) if each]
     name, brackets = f"`{key}`", f" ({', '.join(facts)})" if facts else ""
-    return f"- {name}{brackets}: {content['description']}"
+    # The page says once what paths are relative to.
+    return f"- {name}{brackets}: {content['description'].replace(', relative to this config', '')}"
 
 
 def default_of(values: str, default: Any) -> str:

@@ -65,9 +65,7 @@ operator. **No entry is wrong, and none ends in another error**: the tests fail 
 |---|---|---|---|---|
 {bars}
 
-A row counts the entries that have a derivative in float64 and an oracle for the row. Under `vmap`, two
-different samples run together: with the sample axis in front, with it last, and with each argument mapped
-alone.
+A row counts the entries that have a derivative in float64 and an oracle for the row.
 
 ## Refused
 

@@ -184,6 +184,11 @@ def test_lengths_count_the_positions_that_count(judged: Workplace) -> None:
     assert frame["group"].value_counts().to_dict() == {"0 to 1": 3, "2 to 3": 6, "4 to 7": 12, "8 to 15": 3}
 
 
+def test_a_loss_of_tokens_on_one_class_per_row_is_refused(judged: Workplace) -> None:
+    judged.config["loss"] = "token_cross_entropy"
+    judged.refused(3, "the target [] of one sample don't go together in token_cross_entropy")
+
+
 @pytest.mark.long
 def test_a_killed_run_goes_on_with_the_same_reference_alone(
     judged: Workplace, monkeypatch: pytest.MonkeyPatch

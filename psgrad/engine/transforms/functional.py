@@ -225,9 +225,11 @@ def tied_slots(module: nn.Module, names: Iterable[str]) -> list[Slot]:
 @contextmanager
 def swapped(slots: Sequence[Slot], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Store tensors in place of a module's own, and restore these at the end."""
-    # recurrent layers store a second list of their weights
+    # Recurrent layers store a second list of their weights, and PyTorch 2.13 weak references to these, which
+    # a run of the layer makes anew where they are of other tensors.
     recurrent = [s.owner for s in slots if "_flat_weights_names" in s.owner.__dict__]
-    own_lists = [(layer, layer.__dict__["_flat_weights"]) for layer in recurrent]
+    lists = ("_flat_weights", "_flat_weight_refs")
+    own_lists = [(layer, {k: layer.__dict__[k] for k in lists if k in layer.__dict__}) for layer in recurrent]
     own_values = [slot.store[slot.key] for slot in slots]
     before = current_swaps()
     try:
@@ -244,7 +246,7 @@ def swapped(slots: Sequence[Slot], values: Mapping[str, torch.Tensor]) -> Iterat
         for slot, value in zip(slots, own_values, strict=True):
             slot.store[slot.key] = value
         for layer, weights in own_lists:
-            layer.__dict__["_flat_weights"] = weights
+            layer.__dict__.update(weights)
 
 
 Swaps = tuple[tuple[Sequence[Slot], Mapping[str, torch.Tensor]], ...]

@@ -25,6 +25,7 @@ from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.step import private_sum
 from psgrad.engine.privacy.unchanged import Unchanged
+from psgrad.engine.transforms import functional_call
 from psgrad.errors import PsgradError
 from tests.small_models import ARCHITECTURES, Architecture
 
@@ -202,3 +203,12 @@ def test_state_that_an_optimiser_changes_between_steps_is_taken() -> None:
     model.count = 3
     state.renew()
     assert state.version == 2
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layer_keeps_nothing_of_a_call_with_other_parameters(kind: type[nn.RNNBase]) -> None:
+    layer = kind(3, 4)
+    state = Unchanged(layer)
+    others = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    functional_call(layer, others, (torch.ones(2, 3),))
+    assert state.changes(by_bits=True) == []

@@ -199,8 +199,7 @@ class InputGradient(Attribution):
     A map shows the gradient with its sign; for ids, its norm over the entries of the embedding.
 
     Options:
-        of: what is differentiated: loss, or the output for the class of the label (target) or of the model's
-            own prediction (prediction).
+        of: loss, or the output of the label's class (target), or of the predicted one (prediction).
     """
 
     of: Of = "loss"
@@ -213,7 +212,7 @@ class InputGradient(Attribution):
         "Simonyan, Vedaldi, Zisserman: Deep Inside Convolutional Networks: Visualising Image Classification"
         " Models and Saliency Maps (2013), section 3"
     )
-    cost: ClassVar[str] = "a pass of its own, forward and backward, without gradients of parameters"
+    cost: ClassVar[str] = "a pass of its own, without gradients of parameters"
     meanings: ClassVar[dict[str, str]] = {
         "input_gradient": (
             "L2 norm of the gradient in the sample's inputs ({loss} or logit per unit of input)"
@@ -233,8 +232,7 @@ class GradientXInput(Attribution):
     are looked up.
 
     Options:
-        of: what is attributed: loss, or the output for the class of the label (target) or of the model's own
-            prediction (prediction).
+        of: loss, or the output of the label's class (target), or of the predicted one (prediction).
     """
 
     of: Of = "loss"
@@ -247,7 +245,7 @@ class GradientXInput(Attribution):
         "Shrikumar et al.: Not Just a Black Box: Learning Important Features Through Propagating Activation"
         " Differences (2016), section 2.1"
     )
-    cost: ClassVar[str] = "a pass of its own, forward and backward, without gradients of parameters"
+    cost: ClassVar[str] = "a pass of its own, without gradients of parameters"
     meanings: ClassVar[dict[str, str]] = {
         "gradient_x_input": (
             "rise of the loss (or logit) per relative growth of the whole input: the sum over its parts"
@@ -269,8 +267,7 @@ class IntegratedGradients(Attribution):
     more steps: kinks (ReLU) and steep paths need them.
 
     Options:
-        of: what is attributed: loss, or the output for the class of the label (target) or of the model's own
-            prediction (prediction).
+        of: loss, or the output of the label's class (target), or of the predicted one (prediction).
         steps: points of the Gauss-Legendre rule along the line, at least 1.
         baseline: the value of every entry of an input at the start of the line, and of every entry of
             embeddings.
@@ -338,8 +335,7 @@ class SmoothGrad(Attribution):
     with its sign; for ids, its norm.
 
     Options:
-        of: what is differentiated: loss, or the output for the class of the label (target) or of the model's
-            own prediction (prediction).
+        of: loss, or the output of the label's class (target), or of the predicted one (prediction).
         samples: noisy copies of each input, at least 1.
         noise: standard deviation of the noise, as a share of the range of the sample's own values (largest
             minus smallest), more than 0.

@@ -38,8 +38,8 @@ class GradientProjection(Measure):
         dimension: columns of the projection; 1 / sqrt(dimension) is the error of a cosine. If a gradient has
             no more numbers than that, nothing is projected.
         kind: 'sparse' (a few instructions for each number), 'rademacher' or 'gaussian' (`dimension` products
-            for each number), or 'none', all numbers of all parameters. There is no two-sided projection: its
-            error differs from layer to layer, and does not follow from the number of columns.
+            for each number), or 'none',
+            all numbers of all parameters.
         save: whether the rows are written to measures/projected_gradients.safetensors, [samples, dimension].
     """
 
