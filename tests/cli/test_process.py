@@ -392,3 +392,17 @@ def test_python_m_psgrad_is_psgrad() -> None:
         env=dict(os.environ),
     )
     assert done.stdout.startswith("psgrad ")
+
+
+def test_processes_import_nothing_from_the_current_folder(begun: Path, tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    # what the script psgrad in a bin folder does, where the current folder is no place of modules
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "from psgrad.cli import main; main()", "analyze"]
+        + [str(begun / "psgrad.yaml"), "--output", str(tmp_path / "run"), "--no-report", "--processes", "2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
