@@ -114,7 +114,7 @@ def start(count: int) -> None:
 
 def _imports_from_here() -> bool:
     """Whether this process looks for modules in the current folder first, as `python -m` does."""
-    return sys.path[0] in ("", os.getcwd())
+    return sys.path[0] in ("", str(Path.cwd()))
 
 
 def _without_option(arguments: list[str]) -> list[str]:

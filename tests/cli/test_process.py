@@ -397,9 +397,10 @@ def test_python_m_psgrad_is_psgrad() -> None:
 def test_processes_import_nothing_from_the_current_folder(begun: Path, tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
     # what the script psgrad in a bin folder does, where the current folder is no place of modules
+    script = [sys.executable, "-P", "-c", "from psgrad.cli import main; main()"]
+    options = ["--output", str(tmp_path / "run"), "--no-report", "--processes", "2"]
     done = subprocess.run(
-        [sys.executable, "-P", "-c", "from psgrad.cli import main; main()", "analyze"]
-        + [str(begun / "psgrad.yaml"), "--output", str(tmp_path / "run"), "--no-report", "--processes", "2"],
+        [*script, "analyze", str(begun / "psgrad.yaml"), *options],
         cwd=tmp_path,
         capture_output=True,
         text=True,
