@@ -60,6 +60,7 @@ def stored_rows(folder: Path, rows: int, columns: int) -> StoredRows:
             "seed": 0,
             "features": "loss",
             "dtype": "int8",
+            "rank": None,
             "parameters": {"weight": [2 * columns]},
         },
     )

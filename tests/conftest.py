@@ -24,6 +24,7 @@ from tests.device.strict_or_gpu import NAMED, named_device
 from tests.seeds import set_seed
 
 if TYPE_CHECKING:
+    from tests.influence_workplace import InfluenceWorkplace
     from tests.workplace import Workplace
 
 # The same examples in every run: a test that fails does so for everybody. The first call on a device is slow,
@@ -195,3 +196,15 @@ def workplace(
     from tests.workplace import Workplace  # it needs more than torch, which the engine's tests do not
 
     return Workplace(tmp_path, monkeypatch, capfd)
+
+
+@pytest.fixture
+def influence_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> InfluenceWorkplace:
+    """A folder with a config of influence that works, and its queries, to be changed by the test."""
+    from tests.influence_workplace import InfluenceWorkplace
+
+    place = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
+    place.prepare()
+    return place

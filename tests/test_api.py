@@ -42,7 +42,7 @@ def test_import_is_light_and_names_come_when_asked_for() -> None:
 
 
 def test_every_function_is_in_the_page_with_its_arguments() -> None:
-    shown = dict(re.findall(r"^\| `(\w+)\((.*?)\)`", PAGE, flags=re.MULTILINE))
+    shown = dict(re.findall(r"^- `(\w+)\((.*?)\)`", PAGE, flags=re.MULTILINE))
     assert sorted(shown) == FUNCTIONS
     for name, arguments in shown.items():
         theirs = list(inspect.signature(getattr(psgrad, name)).parameters)

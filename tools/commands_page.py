@@ -7,6 +7,7 @@ line.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
@@ -21,54 +22,61 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "commands.md"
 HEAD = """\
 # Commands
 
-`python -m tools.pages` makes this page from the code of the commands. `psgrad COMMAND --help` prints
-the same.
+`python -m tools.pages` makes this page from the code of the commands. `psgrad COMMAND --help` says
+more of each.
 
-Results go to standard output. Messages for people go to standard error. Every command ends with one of these
-exit codes:
+Results go to standard output, messages for people to standard error. The exit codes:
 
-| code | meaning |
-| --- | --- |
-| 0 | success; if there was a gate, it passed |
-| 1 | a gate failed, or an audit contradicts a privacy guarantee |
-| 2 | the command line or the config is wrong; nothing was run |
-| 3 | the model, the data, a checkpoint or the disk caused an error |
-| 4 | a gate could not be evaluated; this is not a pass |
-| 130, 143 | interrupted by Ctrl-C, or by SIGTERM; finished work stays, and `--resume` continues |
+- 0: success; if there was a gate, it passed
+- 1: a gate failed, or an audit contradicts a privacy guarantee
+- 2: the command line or the config is wrong; nothing was run
+- 3: the model, the data, a checkpoint or the disk caused an error
+- 4: a gate could not be evaluated; this is not a pass
+- 130, 143: interrupted by Ctrl-C, or by SIGTERM; finished work stays, and `--resume` continues
 
-`psgrad --install-completion` installs completion of commands and options for your shell; `--show-completion`
-prints the script instead. The output has no colours if `NO_COLOR` is set or if it does
-not go to a terminal.
+`psgrad --install-completion` installs completion for your shell; `--show-completion` prints the script.
+The output has no colours if `NO_COLOR` is set or if it does not go to a terminal.
+
+## Options of several commands
+
+Every command has `--debug`.
 """
+_COMMON = 3
+"""An option of so many commands, in the same words, is described once for all of them."""
 
 
 def page(text: str) -> str:
     """The whole page; nothing of its present `text` stays."""
     made = {str(command.name): command.callback for command in app.registered_commands}
-    parts = [HEAD]
+    lines = {name: [row(*each) for each in parameters_of(made[name])] for name in made}  # type: ignore[arg-type]
+    counts = Counter(line for each in lines.values() for line in each)
+    common = sorted((line for line, count in counts.items() if count >= _COMMON), key=lambda each: each[0])
+    parts = [HEAD, "\n".join(common) + "\n"]
     for heading, names in COMMANDS.items():
-        parts += [f"## {heading}\n", *(section(name, made[name]) for name in names)]  # type: ignore[arg-type]
+        parts.append(f"## {heading}\n")
+        parts += [section(name, made[name], lines[name], common) for name in names]  # type: ignore[arg-type]
     return "\n".join(parts)
 
 
-def section(name: str, callback: Callable[..., None]) -> str:
-    """One command: usage, what it does, its arguments and options."""
-    parameters = list(parameters_of(callback))
+def section(name: str, callback: Callable[..., None], lines: list[str], common: list[str]) -> str:
+    """One command: its arguments, the first words of its help, and its own options."""
     arguments = [
-        about.metavar or key.upper() for key, about, _, _ in parameters if isinstance(about, ArgumentInfo)
+        about.metavar or key.upper()
+        for key, about, _, _ in parameters_of(callback)
+        if isinstance(about, ArgumentInfo)
     ]
-    usage = " ".join([f"psgrad {name}", *arguments, "[OPTIONS]"])
-    lines = [
-        f"### psgrad {name}\n",
-        f"```text\n{usage}\n```\n",
-        inspect.cleandoc(callback.__doc__ or "") + "\n",
+    own = [line for line in lines if line not in common]
+    shared = ", ".join(
+        f"`{line.split('`')[1].split()[0]}`"
+        for line in lines
+        if line in common and "--" in line and "debug" not in line
+    )
+    parts = [
+        f"### {' '.join([f'psgrad {name}', *arguments])}",
+        inspect.cleandoc(callback.__doc__ or "").split("\n\n")[0],
+        "\n".join([*own, *([f"- As above: {shared}."] if shared else [])]),
     ]
-    lines += [
-        "| argument or option | meaning | default |",
-        "| --- | --- | --- |",
-        *(row(*each) for each in parameters),
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def parameters_of(callback: Callable[..., None]) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -80,7 +88,7 @@ def parameters_of(callback: Callable[..., None]) -> Iterator[tuple[str, Any, Any
 
 
 def row(key: str, about: Any, kind: Any, default: Any) -> str:
-    """One line of the table."""
+    """One line of a list: the names, the default, and what it does."""
     if isinstance(about, ArgumentInfo):
         names = f"`{about.metavar or key.upper()}`"
     else:
@@ -95,8 +103,8 @@ def row(key: str, about: Any, kind: Any, default: Any) -> str:
         names = ", ".join(
             f"`{each}{'' if flag else f' {about.metavar or values(kind)}'}`" for each in declared
         )
-    meaning = " ".join((about.help or "").split())
-    return f"| {names} | {meaning} | {words(default)} |".replace("N|FRACTION", "N\\|FRACTION")
+    brackets = f" ({words(default)})" if words(default) else ""
+    return f"- {names}{brackets}: {' '.join((about.help or '').split())}"
 
 
 def values(kind: Any) -> str:
@@ -110,7 +118,7 @@ def values(kind: Any) -> str:
 def words(default: Any) -> str:
     """The default, in words; empty where there is none to tell."""
     if default is inspect.Parameter.empty:
-        return "required"
+        return "*required*"
     if default is None or default is False:
         return ""
-    return "on" if default is True else f"`{getattr(default, 'value', default)}`"
+    return "**on**" if default is True else f"**`{getattr(default, 'value', default)}`**"

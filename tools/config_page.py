@@ -17,7 +17,7 @@ from tools.made_part import with_made_part
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "config.md"
 NAMES = {
-    "integer": "whole number",
+    "integer": "integer",
     "number": "number",
     "string": "text",
     "boolean": "true or false",
@@ -31,17 +31,33 @@ def page(text: str) -> str:
 
 
 def generated() -> str:
-    """A heading and a table of keys for each section, outer sections first."""
+    """A heading and a list of keys for each section, outer sections first."""
     content = schema()
     definitions = content["$defs"]
-    parts = []
+    parts: list[str] = []
+    before: dict[str, list[str]] = {}
     for path, kind in sections(Config, ""):
         found = content if kind is Config else definition(definitions[kind.__name__])
-        heading = f"### `{path}`\n\n" if path else ""
         required = found.get("required", [])
-        rows = [row(path, key, each, key in required) for key, each in found["properties"].items()]
-        parts.append("\n".join([f"{heading}| key | value | default | meaning |", "|---|---|---|---|", *rows]))
+        rows = {key: row(path, key, each, key in required) for key, each in found["properties"].items()}
+        if path:
+            parts.append(f"### `{path}`")
+        parts.append("\n".join(without_repeated(rows, before)))
+        before[path] = list(rows.values())
     return "\n\n".join(parts) + "\n"
+
+
+def without_repeated(rows: Mapping[str, str], before: Mapping[str, list[str]]) -> list[str]:
+    """The lines of a section; keys that an earlier section has in the same words are named in one line."""
+    for path, listed in before.items():
+        repeated = [key for key, line in rows.items() if line in listed]
+        if len(repeated) > 1 or len(repeated) == len(rows) > 0:
+            names = ", ".join(f"`{key}`" for key in repeated)
+            rest = [line for key, line in rows.items() if key not in repeated]
+            if len(repeated) == len(listed) > 1:
+                names = "all keys"
+            return [f"- As in [`{path}`](#{path.replace('.', '')}): {names}.", *rest]
+    return list(rows.values())
 
 
 def sections(kind: type[ConfigSection], path: str) -> Iterator[tuple[str, type[ConfigSection]]]:
@@ -63,36 +79,47 @@ def definition(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def row(path: str, key: str, content: Mapping[str, Any], required: bool) -> str:
-    """One line of a table."""
-    default = "required" if required else default_of(content)
-    cells = (f"`{key}`", value_of(f"{path}.{key}".lstrip("."), content), default, content["description"])
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    """One line of a list: the key, what it takes and its default, what it means."""
+    inside = f"{path}.{key}".lstrip(".")
+    facts = ["*required*"] if required else []
+    default = content.get("default")
+    values = value_of(inside, content, default)
+    facts += [each for each in (values, default_of(values, default)) if each]
+    name, brackets = f"`{key}`", f" ({', '.join(facts)})" if facts else ""
+    # The page says once what paths are relative to.
+    return f"- {name}{brackets}: {content['description'].replace(', relative to this config', '')}"
 
 
-def default_of(content: Mapping[str, Any]) -> str:
-    """The value of a key that is left out; empty for a section, whose keys have defaults of their own."""
-    if "default" in content:
-        return f"`{json.dumps(content['default'])}`"
-    return {"array": "`[]`", "object": "`{}`"}.get(content.get("type", ""), "")
+def default_of(values: str, default: Any) -> str:
+    """The value of a key that is left out, in bold; empty where it is nothing or among the listed values."""
+    written = f"**`{default if isinstance(default, str) else json.dumps(default)}`**"
+    return "" if default in (None, [], {}) or written in values else written
 
 
-def value_of(path: str, content: Mapping[str, Any]) -> str:
-    """What a key takes, in words."""
+def value_of(path: str, content: Mapping[str, Any], default: Any = None) -> str:
+    """What a key takes, in words; empty for a text, and for a truth value whose default says it."""
     if "const" in content:
-        return f"`{content['const']}`"
+        return f"**`{default}`**" if content["const"] == default else f"`{content['const']}`"
     if "enum" in content:
-        return ", ".join(f"`{each}`" for each in content["enum"])
+        return " ".join(f"**`{each}`**" if each == default else f"`{each}`" for each in content["enum"])
     if "$ref" in content:
         target = path if path != "analyze.outliers.reference.data" else "data"
         return f"[section](#{target.replace('.', '')})"
     for joined in ("anyOf", "allOf"):
         if joined in content:
-            return " or ".join(dict.fromkeys(value_of(path, each) for each in content[joined]))
+            parts = [value_of(path, each, default) or "text" for each in content[joined]]
+            found = [each for each in dict.fromkeys(parts) if each != NAMES["null"]]
+            return " or ".join(found) if found != ["text"] else ""
     if content["type"] == "array":
-        return f"list of: {value_of(path, content['items'])}"
+        return f"list of {value_of(path, content['items']) or 'text'}"
     if content["type"] == "object":
         return "mapping"
-    return " ".join([NAMES[content["type"]], *bounds(content)])
+    if content["type"] == "boolean":
+        return "" if default is not None else NAMES["boolean"]
+    if content["type"] == "string":
+        return ""
+    shown = isinstance(default, (int, float)) and bounds(content)  # the default says which kind of number
+    return " ".join([*([] if shown else [NAMES[content["type"]]]), *bounds(content)])
 
 
 def bounds(content: Mapping[str, Any]) -> list[str]:

@@ -20,16 +20,13 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "measures.md"
 
 
 def generated() -> str:
-    """A table of all measures, and a section for each."""
+    """The measures by what they cost, and a section for each."""
     measures = own_classes(MEASURES)
-    rows = [
-        f"| [`{name}`](#{_anchor(kind)}) | {_cell(kind.title)} | {_cell(kind.unit)} | {_cell(kind.cost)} |"
-        for name, kind in measures.items()
-    ]
-    table = "\n".join(["| name | measure | unit | cost |", "|---|---|---|---|", *rows])
-    return (
-        "\n\n".join([table, *(_section(kind) for kind in measures.values())]).replace("{loss}", "loss") + "\n"
-    )
+    costs: dict[str, list[str]] = {}
+    for name, kind in measures.items():
+        costs.setdefault(kind.cost, []).append(f"[`{name}`](#{name})")
+    listed = "\n".join(f"- {', '.join(names)}: {cost}" for cost, names in costs.items())
+    return "\n\n".join([listed, *map(_section, measures.values())]).replace("{loss}", "loss") + "\n"
 
 
 def page(text: str) -> str:
@@ -39,23 +36,15 @@ def page(text: str) -> str:
 
 def _section(kind: type[Measure]) -> str:
     words, options = _docstring(kind)
-    parts = [f"### {_heading(kind)}", words]
     facts = [
         f"- Formula: `{kind.formula}`",
-        f"- Unit: {kind.unit}",
-        f"- Cost: {kind.cost}",
+        *([] if kind.meanings else [f"- Unit: {kind.unit}"]),  # a column's meaning has its unit
         f"- Source: {kind.source}",
+        *([f"- Needs: {', '.join(f'`{name}`' for name in kind.needs)}"] if kind.needs else []),
+        *(f"- Column `{column}`: {meaning}" for column, meaning in kind.meanings.items()),
+        *(f"- Option `{name}` (**`{default}`**): {meaning}" for name, default, meaning in options),
     ]
-    if kind.needs:
-        facts.append(f"- Runs by itself before: {', '.join(f'`{name}`' for name in kind.needs)}")
-    parts.append("\n".join(facts))
-    if kind.meanings:
-        rows = [f"| `{column}` | {_cell(words)} |" for column, words in kind.meanings.items()]
-        parts.append("\n".join(["| column | meaning |", "|---|---|", *rows]))
-    if options:
-        rows = [f"| `{name}` | `{default}` | {_cell(words)} |" for name, default, words in options]
-        parts.append("\n".join(["| option | default | meaning |", "|---|---|---|", *rows]))
-    return "\n\n".join(parts)
+    return "\n\n".join([f"### `{kind.name}`", f"**{kind.title}.** {words}", "\n".join(facts)])
 
 
 def _docstring(kind: type[Measure]) -> tuple[str, list[tuple[str, str, str]]]:
@@ -84,16 +73,3 @@ def _default(value: object) -> str:
         if value is None or isinstance(value, bool)
         else str(value)
     )
-
-
-def _heading(kind: type[Measure]) -> str:
-    return f"`{kind.name}`: {kind.title}"
-
-
-def _anchor(kind: type[Measure]) -> str:
-    """The heading's anchor, as hosts of Markdown make it."""
-    return re.sub(r"[^\w\- ]", "", _heading(kind).lower()).replace(" ", "-")
-
-
-def _cell(words: str) -> str:
-    return words.replace("|", "\\|")

@@ -53,35 +53,26 @@ def refused_rows(name: str, entry: Any) -> set[str]:
 TEMPLATE = """\
 # PyTorch's operators: what is right, what is refused
 
-`python -m tools.pages` makes this page; a test fails if it is out of date. `psgrad ops` lists the rule of
-each operator.
+`python -m tools.pages` makes this page; a test fails if it is out of date.
 
-PyTorch has a database of its operators with sample calls. The tests run the {entries} entries that have
-float64 through each row of the first table: the first four sample calls of an entry, the same calls in place
-if PyTorch can differentiate them, and, if the result is a view, a write through the view. Each result is
-compared with `torch.autograd` on one sample at a time, with a relative error of 1e-9. An entry is *right* if
-all of its calls are right. It is *refused* if one of its calls ends in an error of psgrad that names the
+The tests run the {entries} entries of PyTorch's database of operators that have float64 through each row
+of the table: the first four sample calls of an entry, the same calls in place, and writes through views.
+Each result is compared with `torch.autograd` on one sample at a time, with a relative error of 1e-9. An entry
+is *right* if all of its calls are right, and *refused* if one of them ends in an error that names the
 operator. **No entry is wrong, and none ends in another error**: the tests fail in both cases.
 
 | | entries | right | refused | right, percent |
 |---|---|---|---|---|
 {bars}
 
-A row counts the entries that have a derivative in float64 and an oracle for the row. `vmap(grad)` is the
-gradient of a fixed random projection of the results. Under `vmap`, two different samples run together: with
-the sample axis in front, with the sample axis last, and with each argument mapped alone. Random operators
-draw the same numbers for both samples. If the data decide what is computed, both samples agree on it.
+A row counts the entries that have a derivative in float64 and an oracle for the row.
 
 ## Refused
 
-| entry | rows | why |
-|---|---|---|
 {refused}
 
 ## Not judged
 
-| entry | rows | why |
-|---|---|---|
 {unjudged}
 """
 
@@ -116,8 +107,7 @@ def page(text: str) -> str:
         for row, count in counts().items()
     ]
     refused = [
-        f"| `{name}` | {_named(refused_rows(name, entry), judged_rows(name, entry))} |"
-        f" {REFUSED[name].reason} |"
+        (name, _named(refused_rows(name, entry), judged_rows(name, entry)), REFUSED[name].reason)
         for name, entry in database.items()
         if refused_rows(name, entry)
     ]
@@ -127,12 +117,18 @@ def page(text: str) -> str:
         ("all but jvp", UNJUDGED_PULLED),
         ("second derivatives", UNJUDGED_TWICE),
     )
-    unjudged = [
-        f"| `{name}` | {rows} | {reason} |" for rows, reasons in groups for name, reason in reasons.items()
-    ]
+    unjudged = [(name, rows, reason) for rows, reasons in groups for name, reason in reasons.items()]
     return TEMPLATE.format(
-        entries=len(database), bars="\n".join(bars), refused="\n".join(refused), unjudged="\n".join(unjudged)
+        entries=len(database), bars="\n".join(bars), refused=_listed(refused), unjudged=_listed(unjudged)
     )
+
+
+def _listed(entries: list[tuple[str, str, str]]) -> str:
+    """A line for all entries (name, rows, reason) that have the same rows and the same reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, rows, reason in entries:
+        found.setdefault((rows, reason), []).append(f"`{name}`")
+    return "\n".join(f"- {', '.join(names)} ({rows}): {reason}" for (rows, reason), names in found.items())
 
 
 def _floored(percent: float) -> str:

@@ -128,9 +128,14 @@ class Passes:
         before = {key: value.clone() for key, value in self._state(again).items()} if shared else None
         shards, missing = self._shards(_SECOND, again), self._missing(_SECOND)
         chunks = [part for chunk in second.chunks() for rows in missing if (part := overlap(chunk, rows))]
-        self._run_pass(shards, self._my_rows(_SECOND, chunks), second.run, again)
-        if before is not None:
-            self._require_unchanged(again, before)
+
+        def run(rows: range) -> Iterator[Columns]:
+            for columns in second.run(rows):
+                if before is not None:  # ahead of the chunk being stored
+                    self._require_unchanged(again, before)
+                yield columns
+
+        self._run_pass(shards, self._my_rows(_SECOND, chunks), run, again)
 
     def _run_own_pass(self, own: OwnPass, rows: range) -> Iterator[Columns]:
         return own.run(rows, self.stream.rows_at_longest)

@@ -110,8 +110,8 @@ class AnalyzeConfig(ConfigSection):
     checkpoints: Annotated[
         list[FilePath] | None, BeforeValidator(listed_paths, json_schema_input_type=str | list[str] | None)
     ] = None
-    """Checkpoints of one training run, in order, for the measures that follow samples through training; a
-    pattern such as run/checkpoint-* is those that match, in order of their steps.
+    """Checkpoints of one training run, in order, or a pattern such as run/checkpoint-*, for the measures that
+    follow samples through training.
     """
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the random numbers of measures."""

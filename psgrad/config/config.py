@@ -103,21 +103,19 @@ class EngineConfig(ConfigSection):
     share of the free memory.
     """
     parameters: Literal["auto", "resident", "offloaded"] = "auto"
-    """Where weights live: on the device (resident); or in the checkpoint's safetensors file or the host's
-    memory, from where operators bring them in (offloaded); auto is resident if they take at most half of the
-    free memory.
+    """Where weights live: on the device (resident), or in their file or the host's memory (offloaded);
+    auto is resident if they take at most half of the free memory.
     """
     process_timeout: Annotated[float, Field(gt=0, le=1e6)] = 3600.0
     """Seconds that one of several processes waits for the others, at most."""
     recompute: Literal["auto", "none", "blocks"] | Annotated[list[str], Field(min_length=1)] = "auto"
-    """Whether the modules that repeat run again in the backward pass, so that the pass holds the values
-    of one of them; auto for weights that are offloaded, and when a row does not fit into memory.
-    Patterns such as `encoder.layer.*` name other modules to run again.
+    """Whether the modules that repeat run again in the backward pass, to save memory; auto for offloaded
+    weights, and when a row does not fit. Patterns such as `encoder.layer.*` name other modules.
     """
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
     """Precision; auto is the one in which model.pretrained is saved, float32 for float16 and for other
-    models. bfloat16 and float16 are mixed: products in them, trained parameters, sums and norms in float32.
-    float16, for `analyze`, scales each sample's loss by a power of two.
+    models. bfloat16 and float16 (for `analyze`) are mixed: products in them, trained parameters, sums and
+    norms in float32.
     """
     verify: Annotated[int, Field(ge=0)] = 3
     """Rows whose gradient is checked against a plain one-sample gradient; 0 for none."""

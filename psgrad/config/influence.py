@@ -87,8 +87,8 @@ class IndexConfig(ConfigSection):
     dtype: Literal["float64", "float32", "float16", "bfloat16", "int8"] = "float32"
     """Precision of the stored numbers."""
     rank: Annotated[int, Field(ge=1)] | None = None
-    """With projection two-sided or none, a row has a matrix for each parameter. At most `rank` vectors for
-    its rows and its columns are kept; null keeps all of its numbers.
+    """With projection two-sided or none, how many vectors are kept of a row's matrix for each parameter,
+    at most; null keeps all of its numbers.
     """
     rows_per_shard: Annotated[int, Field(ge=1)] = 4096
     """Rows in each file of the index."""
@@ -186,8 +186,8 @@ class InfluenceConfig(ConfigSection):
     run/*.safetensors or run/checkpoint-*; by default only the model's.
     """
     average: Literal["relative", "plain"] = "relative"
-    """Over several checkpoints: relative divides each one's scores of a query by their root mean square over
-    the training examples first, so that all of them count the same.
+    """Over several checkpoints: relative divides each one's scores of a query by their root mean square
+    first.
     """
     training: TrainingConfig | None = None
     """The training run, for method: replay."""
@@ -222,8 +222,8 @@ class InfluenceConfig(ConfigSection):
     self_influence: Literal["auto", "always", "never"] = "auto"
     """Each example's influence on itself; auto leaves it out if it would cost one solve for each example."""
     check: Literal["auto", "always", "never"] = "auto"
-    """Whether a few of the largest predicted changes are compared with training that continues without the
-    row; auto takes ten steps, or those that fit into about fifteen seconds.
+    """Whether a few of the largest predicted changes are compared with training that continues without
+    the row; auto for about fifteen seconds.
     """
     evaluate: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """`psgrad influence --evaluate`: models are trained again, and scores are compared with the result."""

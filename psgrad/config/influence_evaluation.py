@@ -94,8 +94,8 @@ class TrainingConfig(RecipeConfig):
     null for shuffled epochs.
     """
     states: Literal["memory", "disk"] = "memory"
-    """Where the states of the run are kept until it is differentiated; what does not fit is computed again.
-    disk: that of the output, in a file without a name.
+    """Where the states of the run are kept until it is differentiated; what does not fit is
+    computed again. disk: that of the output.
     """
 
     @property

@@ -137,20 +137,18 @@ class PrivacyConfig(ConfigSection):
     record beside others.
     """
     preflight: Literal["stand_ins", "rows"] = "stand_ins"
-    """What the model is run on before the first step, to find a layer that mixes records: rows finds more,
-    and whether the run begins then depends on the data.
+    """What the model is run on first, to find a layer that mixes records: rows finds more, and whether
+    the run begins then depends on the data.
     """
     on_error: Literal["end", "zero"] = "end"
-    """What a record does on which the model, the loss or the reading of it fails: end the run before the step
-    is paid for, or add zero to the sum, as a record without a finite gradient does. How many such records
-    there are is private. Where the model or code that reads rows draws at random, zero computes each record
-    alone.
+    """Whether a record on which the model, the loss or its reading fails ends the run before the step is paid
+    for, or adds zero to the sum. Where the model draws at random, zero computes each record alone.
     """
     checkpoint_every: Annotated[int | str, BeforeValidator(_interval)] = "30s"
     """A number of steps, or a time such as 30s, 5min or 1h."""
     individual_every: Annotated[int, Field(ge=1)] | None = None
-    """Before every so many steps each record's norm is computed, for a private table of what its own norms
-    cost it; 1 for all steps, more for an estimate. Takes a pass over the data each time.
+    """Before every so many steps a pass computes each record's norm, for a private table of what its own
+    norms cost it; 1 for all steps, more for an estimate.
     """
 
     @property

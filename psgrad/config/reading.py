@@ -240,6 +240,8 @@ _EXPECTED = {
 
 def _unknown_key(path: KeyPath) -> str:
     section = _section_at(path[:-1])
+    if section is None:
+        return "unknown key"
     key, known = str(path[-1]), list(section.model_fields)
     if key in section.not_taken:
         return f"not a key here: {section.not_taken[key]}; known here: {', '.join(known)}"
@@ -253,15 +255,19 @@ def _unknown_key(path: KeyPath) -> str:
 
 
 def _missing_key(path: KeyPath) -> str:
-    words = meaning(_section_at(path[:-1]).model_fields[str(path[-1])])
+    section = _section_at(path[:-1])
+    if section is None:
+        return "missing; it is required"
+    words = meaning(section.model_fields[str(path[-1])])
     return f"missing; it is required: {words[:1].lower()}{words[1:].rstrip('.')}"
 
 
-def _section_at(path: KeyPath) -> type[ConfigSection]:
-    section: type[ConfigSection] = Config
+def _section_at(path: KeyPath) -> type[ConfigSection] | None:
+    """The group of keys at a path; None below a key whose value may be of several kinds."""
+    section: type[ConfigSection] | None = Config
     for part in path:
-        if not isinstance(part, int):  # a place in a list of groups
-            section = _sections(section)[str(part)]
+        if section is not None and not isinstance(part, int):  # a place in a list of groups
+            section = _sections(section).get(str(part))
     return section
 
 

@@ -128,7 +128,7 @@ def _counted(block: Block, ignore_index: int) -> list[int]:
     else:  # what stands behind the rows of a smaller group does not count
         parts = [block.at(slice(row, row + 1)) for row in range(len(block))]
     targets = [part.target for part in parts if part.target is not None]
-    return [each for x in targets for each in (x != ignore_index).flatten(1).sum(1).tolist()]
+    return [each for x in targets for each in (x != ignore_index).reshape(len(x), -1).sum(1).tolist()]
 
 
 def digests(block: Block) -> list[str]:

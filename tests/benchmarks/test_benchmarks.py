@@ -146,14 +146,6 @@ def test_scaling_runs_and_draws(script: Any, tmp_path: Path) -> None:
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_model_without_its_head_has_no_head(script: Any) -> None:
-    scaling = script("scaling")
-    jobs = scaling.over_vocabulary(40, torch.device("cpu"))
-    assert list(jobs) == ["norms", "plain", "norms without head", "plain without head"]
-    assert "head.weight" not in dict(scaling.Headless(40, 8, 16, 1, 2).named_parameters())
-    assert jobs["norms without head"]().shape == (4,)
-
-
 # -- a GPU ---------------------------------------------------------------------------------------------------
 
 

@@ -48,12 +48,6 @@ def test_models_are_trained_once_and_kept(bench: Any, script: Any, monkeypatch: 
         truth.Bench(bench.cache, bench.recipe).outcomes(2, 2, 2)
 
 
-def test_tuning_has_other_halves_and_other_queries(bench: Any) -> None:
-    assert bench.truth.losses.shape == (4, 2, 300)
-    assert bench.tuning.losses.shape == (3, 2, 60)
-    assert not (bench.truth.subsets[:3] == bench.tuning.subsets).all(1).any()
-
-
 @pytest.mark.sweep
 def test_the_table_of_quality(
     bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -152,22 +146,6 @@ def test_a_setting_is_measured_once(
     assert repeated["truth_cpu_seconds"] == pytest.approx(content["truth_cpu_seconds"])
 
 
-def test_a_short_setting_leaves_out_what_is_slow(settings: Any, tmp_path: Path) -> None:
-    """And says so."""
-    whole = settings.SETTINGS["digits"](tmp_path)
-    short = settings.shortened(whole)
-    gone = {row.name for row in whole.rows} - {row.name for row in short.rows}
-    assert gone == {
-        "influence, three runs x ten checkpoints",
-        "influence, sampled, three runs x ten checkpoints",
-        "ekfac, three runs x ten checkpoints",
-        "replay, one run",
-    }
-    assert set(short.not_run) == gone | {"other libraries"}
-    assert whole.rivals
-    assert not short.rivals
-
-
 @pytest.mark.long
 def test_stored_scores_of_several_models_join_as_fresh_ones(settings: Any, tmp_path: Path) -> None:
     """TRAK averages two factors over models; each is stored."""
@@ -208,21 +186,6 @@ def test_a_run_that_is_replayed_is_the_run_of_the_checkpoints(settings: Any, tmp
         torch.testing.assert_close(trained[name], value.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_the_text_setting_and_its_controls(settings: Any, tmp_path: Path) -> None:
-    setting = settings.SETTINGS["text"](tmp_path)
-    (tokens,), (asked,) = setting.task.training.inputs, setting.task.queries.inputs
-    assert (tokens.shape, asked.shape) == ((600, 32), (100, 32))
-    pairs = settings.pairs_of_bytes(torch.tensor([[1, 2, 1, 2], [2, 1, 2, 3], [7, 8, 9, 7]]))
-    # 12 12 21 against 21 12 23, and nothing in common with 78 89 97
-    expected = torch.tensor([1.0, 3 / 15**0.5, 0.0])
-    torch.testing.assert_close(pairs[0] @ pairs.T, expected)
-    model = setting.rival_model(setting.task.fresh())
-    assert model(tokens[:2]).shape == (2, 256, 32)
-    assert len(setting.labels[0]) == 600
-    sizes = [parameter.numel() for parameter in model.parameters()]
-    assert f"{sum(sizes):,} parameters" in settings.__doc__
-
-
 def test_a_way_with_other_scores_is_not_timed(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     speed = script("influence_speed")
     ways = {
@@ -253,12 +216,6 @@ def test_solvers_are_held_against_their_prediction(
     assert found["constants"]["_INNER"]["in_use"] == 0.15
     assert "fastest: " in said
     assert "_PRODUCT" in said
-
-
-def test_the_size_that_a_solver_case_names_is_its_networks(script: Any) -> None:
-    case = script("influence_solvers").Case(2, 3, 30, 2)
-    training, queries = case.data()
-    assert (training.flat.size, len(training), len(queries)) == (case.size, 30, 2)
 
 
 @pytest.mark.sweep

@@ -5,7 +5,6 @@ script but its own.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,9 +13,8 @@ import pytest
 
 from psgrad.reports.comparison import render_page
 from psgrad.run.results.findings import CHANGE_COLUMNS, Comparison
-from psgrad.run.results.manifest import OutlierFacts, read
 from tests.browser.conftest import Open, Opened
-from tests.browser.results import SCRIPTS, full
+from tests.browser.results import SCRIPTS
 from tests.reports import frames
 
 pytestmark = pytest.mark.browser
@@ -330,47 +328,3 @@ def test_tables_use_the_width_and_hide_nothing_that_fits(
         assert needed <= room + 1  # 15 columns: none is behind the edge
     assert page.ask("document.documentElement.scrollWidth") <= width
     assert page.complaints == []
-
-
-def test_ids_are_not_broken_and_the_last_column_is_seen_in_a_window_of_1300(open_page: Open) -> None:
-    run = full(200)
-    named = run.samples.assign(id=[f"tabby/p{row:03}.png" for row in range(len(run.samples))])
-    kept = ["rank", "target", "prediction", "confidence", "loss", "grad_norm", "percentile", "robust_z"]
-    listed = [*kept, "id", "index", "outlier_score", "reasons", "status", "is_outlier_issue"]
-    few = named[[each for each in listed if each in named]]
-    page = open_page(replace(run, samples=few, measures={}, top_inputs=[]), width=1300)
-    lines = page.ask(
-        "[...document.querySelectorAll('#samples td.id')].map(t => (r => { r.selectNodeContents(t);"
-        " return r.getClientRects().length })(document.createRange()))"
-    )
-    assert set(lines) == {1}
-    assert page.ask(
-        "(t => t.scrollWidth <= t.closest('.scroll').clientWidth + 1)(document.querySelector('#samples'))"
-    )
-
-
-@pytest.mark.parametrize("width", [500, 1180, 1920])
-def test_the_comparison_of_rankings_is_the_first_thing_said(open_page: Open, width: int) -> None:
-    facts = {
-        "score": "grad_norm",
-        "loss_agreement": {"spearman": 0.99996, "top": 18, "shared": 8, "other": "loss", "words": ""}
-        | {"expected": 17.7},
-    }
-    run = full(200)
-    page = open_page(
-        replace(run, manifest=replace(run.manifest, outliers=read(OutlierFacts, facts))), width=width
-    )
-    first = page.ask("document.querySelector('#stands-out > :nth-child(2)').id")
-    assert first == "rankings"
-    assert "0.9999" in page.texts("#rankings")[0]
-    weight, border = page.ask(
-        "(s => [s.fontWeight, s.borderLeftWidth])(getComputedStyle(document.querySelector('#rankings')))"
-    )
-    assert int(weight) >= 600
-    assert border == "4px"
-    for query in (".figures b", "#rankings + p code"):
-        cut = page.ask(
-            f"[...document.querySelectorAll('{query}')].filter(e => e.scrollWidth >"
-            " e.parentElement.clientWidth).length"
-        )
-        assert cut == 0

@@ -105,16 +105,6 @@ def test_errors_become_a_message_and_an_exit_code(
     assert str(error) in err
 
 
-def test_debug_shows_the_traceback(
-    config: Path, workflow: Install, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    workflow(_raise(DataError("rows", next_step="count them")))
-    assert _run(monkeypatch, "analyze", config, "--debug") == 3
-    err = capfd.readouterr().err
-    assert "Traceback" in err
-    assert err.endswith("error: rows\n  next step: count them\n")
-
-
 def test_a_mistake_of_ours_is_one_screen_with_the_way_to_report_it(
     config: Path, workflow: Install, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,15 +137,6 @@ def test_escape_sequences_in_a_message_do_not_reach_the_terminal(
     workflow(_raise(DataError("the id '\x1b[2J' is there twice")))
     assert _run(monkeypatch, "analyze", config) == 3
     assert "the id '\\x1b[2J' is there twice" in capfd.readouterr().err
-
-
-def test_a_missing_config_and_a_wrong_setting_exit_2(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "analyze", "nowhere.yaml") == 2
-    assert "nowhere.yaml" in capfd.readouterr().err
-    assert _run(monkeypatch, "analyze", config, "--set", "engine.chunks=3") == 2
-    assert "chunks" in capfd.readouterr().err
 
 
 def test_unknown_options_exit_2(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

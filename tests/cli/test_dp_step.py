@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from psgrad.cli import main
 from psgrad.engine.privacy.accounting.composition import curve_points
-from psgrad.errors import ConfigError, OutputExistsError
 from psgrad.run.results import Progress
 from tests.cli.conftest import stand_in
 from tests.reports import private_runs
@@ -189,36 +188,3 @@ def test_a_plan_goes_with_no_option_of_a_run(config: Path, install: Install, run
         f"error: --plan was given together with {option}",
         "  next step: leave one of them out",
     ]
-
-
-@pytest.mark.parametrize("steps", ["0", "-3", "many"])
-def test_steps_are_a_number_of_at_least_one(config: Path, run: Run, steps: str) -> None:
-    code, out, err = run(config, "--steps", steps)
-    assert (code, out) == (2, "")
-    assert "--steps" in err
-
-
-@pytest.mark.parametrize(
-    ("error", "code"), [(ConfigError("the config is wrong"), 2), (OutputExistsError("there is a run"), 2)]
-)
-def test_errors_end_with_their_words_and_code(
-    config: Path, install: Install, run: Run, error: Exception, code: int
-) -> None:
-    def dp_step(*arguments: Any, **options: Any) -> Any:
-        raise error
-
-    install(dp_step=dp_step)
-    left, out, err = run(config)
-    assert (left, out) == (code, "")
-    assert err == f"error: {error}\n"
-
-
-def test_an_error_of_ours_shows_no_traceback(config: Path, install: Install, run: Run) -> None:
-    def dp_step(*arguments: Any, **options: Any) -> Any:
-        raise ZeroDivisionError("a mistake")
-
-    install(dp_step=dp_step)
-    code, out, err = run(config)
-    assert (code, out) == (3, "")
-    assert err.startswith("internal error: ZeroDivisionError: a mistake")
-    assert "Traceback" not in err

@@ -14,7 +14,6 @@ import pandas as pd
 import pytest
 
 from psgrad.cli import main
-from psgrad.errors import InfluenceError
 from psgrad.run.results import IndexResult, Progress
 from psgrad.run.results.influence import EVALUATION_COLUMNS, EvaluationResult
 from tests.cli.conftest import stand_in
@@ -182,15 +181,6 @@ def test_an_evaluation_ranks_nothing(option: list[str], config: Path, stage: Sta
     assert "next step: leave one of them out" in err
     assert out == ""
     assert not stage.calls
-
-
-def test_an_error_is_reported_in_words(config: Path, stage: Stage, run: Any) -> None:
-    stage.error = InfluenceError("the curvature is singular", next_step="add damping")
-    code, out, err = run("influence", config)
-    assert (code, out) == (3, "")
-    assert "error: the curvature is singular\n  next step: add damping" in err
-    assert "Traceback" not in err
-    assert "Traceback" in run("influence", config, "--debug")[2]
 
 
 @pytest.mark.parametrize("words", [("--top", "0"), ("--evaluate", "all"), ("--resume",)])

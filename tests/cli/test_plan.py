@@ -85,21 +85,6 @@ def test_memory_sizes_the_chunk(reluctant: Workplace) -> None:
     assert found[0]["chunk_size"] < found[1]["chunk_size"]
 
 
-def test_parameters_that_are_materialised_are_named(reluctant: Workplace) -> None:
-    reluctant.use_model("""\
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 4))
-
-    def forward(self, x):
-        return x @ self.weight.cumsum(1).t()
-""")
-    outcome = planned(reluctant)
-    assert outcome.code == 0, outcome.err
-    assert "materialised weight" in outcome.out
-
-
 def test_a_model_that_fails_is_reported_as_by_analyze(reluctant: Workplace) -> None:
     reluctant.use_model("""\
 class Model(nn.Module):

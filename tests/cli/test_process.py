@@ -155,23 +155,6 @@ def test_analyze_loads_neither_the_compiler_nor_what_it_has_no_use_for(
     assert done.stderr.splitlines()[-1] == "LOADED [] True", "the collector walks over what is imported"
 
 
-@pytest.mark.sweep
-def test_analyze_no_report_loads_no_matplotlib(begun: Path) -> None:
-    script = """
-        import sys
-        from psgrad.cli import main
-        sys.argv = ["psgrad", "analyze", "psgrad.yaml", "--limit", "3", "--no-report", "--output", "few"]
-        try:
-            main()
-        finally:
-            print("LOADED", "matplotlib" in sys.modules, file=sys.stderr)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=begun, capture_output=True, text=True, check=True
-    )
-    assert done.stderr.splitlines()[-1] == "LOADED False"
-
-
 # What the import of typer and rich takes on a quiet machine, in seconds of the processor.
 IMPORT_SECONDS = 0.13
 
@@ -233,19 +216,6 @@ def test_a_closed_output_is_no_error(begun: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.sweep
-def test_completion_knows_commands_options_and_values() -> None:
-    def completed(words: str) -> str:
-        environment = {**os.environ, "_PSGRAD_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": words}
-        return subprocess.run(
-            [sys.executable, "-m", "psgrad"], env=environment, capture_output=True, text=True, check=False
-        ).stdout
-
-    assert "validate" in completed("psgrad va")
-    assert "--limit" in completed("psgrad analyze --l")
-    assert "markdown" in completed("psgrad check run --format m")
-
-
 @pytest.mark.long
 def test_a_command_that_was_mistyped_is_suggested() -> None:
     done = subprocess.run(
@@ -254,18 +224,6 @@ def test_a_command_that_was_mistyped_is_suggested() -> None:
     assert done.returncode == 2
     assert "analyze" in done.stderr
     assert done.stdout == ""
-
-
-def test_colours_are_left_out_on_request() -> None:
-    environment = {**os.environ, "NO_COLOR": "1", "FORCE_COLOR": "", "TERM": "xterm-256color"}
-    done = subprocess.run(
-        [sys.executable, "-m", "psgrad", "analize"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert "\x1b[3" not in done.stderr
 
 
 def test_help_has_every_command_on_one_screen() -> None:
@@ -367,31 +325,12 @@ def test_a_second_sigterm_ends_the_process_at_once(config: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_reader_that_leaves_is_no_error(config: Path) -> None:
-    process = _start(config, "raise BrokenPipeError")
-    _, words = process.communicate(timeout=20)
-    assert process.returncode == 0
-    assert words == "under way\n"
-
-
-@pytest.mark.long
 def test_a_full_disk_under_standard_output_is_reported(config: Path) -> None:
     process = _start(config, "raise OSError(28, 'No space left on device')")
     _, words = process.communicate(timeout=20)
     assert process.returncode == 3
     assert "error: what is printed can't be written: No space left on device\n" in words
     assert "internal error" not in words
-
-
-def test_python_m_psgrad_is_psgrad() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "psgrad", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=dict(os.environ),
-    )
-    assert done.stdout.startswith("psgrad ")
 
 
 def test_processes_import_nothing_from_the_current_folder(begun: Path, tmp_path: Path) -> None:

@@ -79,12 +79,6 @@ def test_a_message_amid_or_after_a_phase_is_no_progress_of_it() -> None:
     ]
 
 
-def test_a_message_after_a_phase_gets_no_bar() -> None:
-    with BarDisplay(Terminal()) as display:
-        _with_messages(display)
-        assert [task.description for task in display._bars.tasks] == ["samples", "checkpoint-0"]
-
-
 def test_steps_are_counted_as_steps_with_what_goes_along() -> None:
     """Those of an earlier run are done, and say nothing of this one's speed."""
     stream, clock = io.StringIO(), Clock()
@@ -119,16 +113,6 @@ def test_a_terminal_gets_a_bar_and_its_messages_are_no_markup() -> None:
     assert "imports: [red]digits" in stream.getvalue()
     assert "20/20 samples" in stream.getvalue()
     assert "load" not in stream.getvalue().splitlines()[-1]
-
-
-def test_a_bar_has_its_unit_and_what_goes_along() -> None:
-    stream = Terminal()
-    with BarDisplay(stream) as display:
-        display(Progress(299, 300, "steps", unit="step", detail="epsilon 3 (RDP)"))
-        display(Progress(300, 300, "steps", unit="step", detail="epsilon 3.1 (RDP)"))
-    shown = stream.getvalue()
-    assert "300/300 steps" in shown
-    assert "epsilon 3.1 (RDP)" in shown
 
 
 def test_the_bar_gives_way_to_its_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,14 +114,6 @@ def test_validate_finds_damaged_and_misfitting_files(workplace: Workplace) -> No
     refused(workplace, 3, "importing model.py raised SyntaxError")
 
 
-@pytest.mark.parametrize("names", [["a", "b"], ["a", "b", "c", "d"]])
-def test_validate_finds_class_names_that_are_not_one_for_each_output(
-    workplace: Workplace, names: list[str]
-) -> None:
-    workplace.config["data"]["class_names"] = names
-    refused(workplace, 2, f"data.class_names has {len(names)} names, {', '.join(names)}, and the model has 3")
-
-
 def test_validate_says_that_a_gate_can_not_be_decided(workplace: Workplace) -> None:
     workplace.config["gate"] = {"max_outliers": 2}
     words = "gate.max_outliers can't be passed (exit code 4): "

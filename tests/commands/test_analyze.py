@@ -20,11 +20,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from safetensors.torch import save_file
 
 import psgrad.run.durable_files
-from psgrad.config import DataConfig, ModelConfig
-from psgrad.data.sources.load import load_data
+from psgrad.config import ModelConfig
 from psgrad.models.factory import load_model
 from psgrad.run.results import PARAMETER_COLUMNS, SAMPLE_COLUMNS
 from tests.oracles import Loss, one_sample_gradients
@@ -69,35 +67,6 @@ def quick(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
 
 
 # -- A run that goes well ------------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep
-def test_analyze_imports_no_measure_that_is_not_asked_for(workplace: Workplace) -> None:
-    """A run without measures and detectors imports none of them, but norms, which every run has, and what
-    compares labels with outputs; and nothing of influence and privacy.
-    """
-    (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
-    program = """
-import sys
-from pathlib import Path
-from psgrad.config import load_config
-from psgrad.commands.analyze import analyze
-analyze(load_config(Path("config.yaml")))
-print("\\n".join(sorted(sys.modules)), file=open("modules.txt", "w"))
-"""
-    subprocess.run([sys.executable, "-c", program], cwd=workplace.folder, check=True)
-    found = (workplace.folder / "modules.txt").read_text().split()
-    assert "psgrad.commands.analyze" in found
-    unwanted = (
-        "psgrad.engine.measures.builtin.",
-        "psgrad.engine.influence",
-        "psgrad.engine.privacy.",
-        "psgrad.commands.influence",
-        "psgrad.commands.dp_",
-        "psgrad.commands.private_",
-    )
-    every_run = {f"psgrad.engine.measures.builtin.{name}" for name in ("norms", "outputs")}
-    assert [name for name in found if name.startswith(unwanted) and name not in every_run] == []
 
 
 @pytest.mark.long
@@ -190,16 +159,6 @@ def test_debug_shows_where_the_model_failed(quick: Workplace) -> None:
     assert outcome.err.rstrip().endswith("--debug shows the line of the model")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("chunk_size", [1, 7, 24])
-def test_the_chunk_size_does_not_change_the_table(quick: Workplace, chunk_size: int) -> None:
-    quick.succeeded("--set", "engine.dtype=float64")
-    quick.succeeded(
-        "--set", "engine.dtype=float64", "--set", f"engine.chunk_size={chunk_size}", "--output", "chunked"
-    )
-    pd.testing.assert_frame_equal(quick.samples("chunked"), quick.samples(), rtol=1e-10)
-
-
 @pytest.mark.parametrize(("dtype", "error"), [("float64", 1e-12), ("bfloat16", 2e-2), ("float16", 2e-3)])
 def test_other_precisions(quick: Workplace, dtype: str, error: float) -> None:
     outcome = quick.succeeded("--set", f"engine.dtype={dtype}")
@@ -217,18 +176,6 @@ def test_other_precisions(quick: Workplace, dtype: str, error: float) -> None:
     if dtype == "bfloat16":
         assert apart > 1e-4  # it is what has run
         assert 1e-4 < manifest["self_check"]["worst_error_of_autocast"] < error
-
-
-def test_a_checkpoint_in_bfloat16_is_loaded_as_float32(quick: Workplace) -> None:
-    halves = {name: value.bfloat16() for name, value in quick.model.state_dict().items()}
-    save_file(halves, quick.folder / "model.safetensors")
-    quick.succeeded()
-    assert quick.manifest()["engine"]["dtype"] == "float32"
-    quick.model.load_state_dict({name: value.float() for name, value in halves.items()})
-    inputs, target = torch.from_numpy(quick.arrays["x"]), torch.from_numpy(quick.arrays["y"])
-    np.testing.assert_allclose(
-        quick.samples()["grad_norm"], norms_by_loop(quick.model, F.cross_entropy, inputs, target), rtol=1e-5
-    )
 
 
 def test_parameters_whose_gradients_are_materialised_are_named(quick: Workplace) -> None:
@@ -253,18 +200,6 @@ def test_parameters_whose_gradients_are_materialised_are_named(quick: Workplace)
             "materialised sample by sample, which takes more time and memory: the gradients of weight"
         )
         == 1
-    )
-
-
-@pytest.mark.long
-def test_memory_given_bounds_an_automatic_chunk(quick: Workplace) -> None:
-    quick.succeeded("--set", "engine.memory=1MiB")
-    assert 1 <= quick.manifest()["engine"]["chunk_size"] <= ROWS
-    assert quick.manifest()["config"]["engine"]["memory"] == 1 << 20
-    quick.refused(
-        2,
-        "memory says how large",
-        options=("--overwrite", "--set", "engine.memory=1MiB", "--set", "engine.chunk_size=4"),
     )
 
 
@@ -355,96 +290,6 @@ def test_a_run_without_a_finite_row_still_ends_well_and_says_so(workplace: Workp
 # -- All kinds of data, models and losses --------------------------------------------------------------------
 
 
-@pytest.mark.sweep
-def test_regression_from_a_csv_file(workplace: Workplace) -> None:
-    table = pd.DataFrame(workplace.arrays["x"], columns=list("abcd")).assign(
-        y=np.linspace(-1, 1, ROWS), uid=workplace.arrays["uid"]
-    )
-    table.to_csv(workplace.folder / "data.csv", index=False)
-    workplace.use_model("def Model():\n    torch.manual_seed(0)\n    return nn.Linear(4, 1)\n")
-    workplace.config["data"] = {"path": "data.csv", "inputs": list("abcd"), "target": "y", "id": "uid"}
-    for loss in ("mse", {"name": "huber", "delta": 0.5}, "l1"):
-        workplace.config["loss"] = loss
-        workplace.succeeded("--overwrite")
-        frame = workplace.samples()
-        assert frame["target"].tolist() == pytest.approx(table["y"].tolist())
-        assert "confidence" not in frame
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    inputs = torch.from_numpy(workplace.arrays["x"])
-    assert frame["prediction"].tolist() == pytest.approx(model(inputs)[:, 0].tolist(), rel=1e-5)
-    # the gradient of |Wx + b - y| is plus or minus (x, 1)
-    np.testing.assert_allclose(frame["grad_norm"], (inputs.square().sum(1) + 1).sqrt(), rtol=1e-5)
-
-
-def test_binary_labels(quick: Workplace) -> None:
-    quick.save(y=(quick.arrays["y"] > 0).astype(np.int64))
-    quick.use_model("def Model():\n    return nn.Linear(4, 1)\n")
-    quick.config["loss"] = "bce_with_logits"
-    quick.succeeded()
-    assert quick.samples()["prediction"].between(0, 1).all()
-
-
-def test_texts_as_tokens_in_a_parquet_file(quick: Workplace) -> None:
-    tokens = np.random.default_rng(0).integers(0, 30, (ROWS, 6))
-    pd.DataFrame({"tokens": list(tokens), "label": quick.arrays["y"], "uid": quick.arrays["uid"]}).to_parquet(
-        quick.folder / "data.parquet", row_group_size=5
-    )
-    quick.use_model(
-        "def Model():\n    return nn.Sequential(nn.Embedding(30, 4), nn.Flatten(), nn.Linear(24, 3))\n"
-    )
-    quick.config["data"] = {"path": "data.parquet", "inputs": "tokens", "target": "label", "id": "uid"}
-    quick.succeeded()
-    parameters = pd.read_parquet(quick.folder / "out" / "parameters.parquet").set_index("parameter")
-    assert parameters.loc["0.weight", "computed_as"] == "index"
-
-
-def test_several_inputs(quick: Workplace) -> None:
-    quick.save(kind=np.arange(ROWS) % 5)
-    quick.use_model(
-        textwrap.dedent("""
-            class Model(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.layer, self.kinds = nn.Linear(4, 3), nn.Embedding(5, 3)
-
-                def forward(self, x, kind):
-                    return self.layer(x) + self.kinds(kind)
-        """)
-    )
-    quick.config["data"]["inputs"] = ["x", "kind"]
-    quick.succeeded()
-    assert (quick.samples()["status"] == "ok").all()
-
-
-@pytest.mark.parametrize("items", ["dicts", "tuples"])
-def test_a_dataset_factory(quick: Workplace, items: str) -> None:
-    item = '{"x": x, "y": y, "name": f"n{row}"}' if items == "dicts" else "(x, y)"
-    (quick.folder / "data.py").write_text(
-        textwrap.dedent(f"""
-            import torch
-
-
-            class Rows(torch.utils.data.Dataset):
-                def __init__(self, count):
-                    self.count = count
-
-                def __len__(self):
-                    return self.count
-
-                def __getitem__(self, row):
-                    x, y = torch.full((4,), float(row)), row % 3
-                    return {item}
-        """)
-    )
-    columns = {"inputs": "x", "target": "y", "id": "name"} if items == "dicts" else {}
-    quick.config["data"] = {"factory": "data.py:Rows", "kwargs": {"count": 9}, **columns}
-    quick.succeeded()
-    frame = quick.samples()
-    assert frame["id"].tolist() == ([f"n{row}" for row in range(9)] if items == "dicts" else list(range(9)))
-    assert frame["target"].tolist() == [0, 1, 2] * 3
-
-
 def test_no_target_with_a_loss_of_ones_own(quick: Workplace) -> None:
     quick.use_loss(
         "def loss(output, target):\n    assert target is None\n    return output.square().mean()\n"
@@ -509,31 +354,6 @@ def test_train_mode_without_anything_random_is_checked(quick: Workplace) -> None
     quick.config["model"]["mode"] = "train"
     quick.succeeded()
     assert quick.manifest()["self_check"]["samples"] == 3
-
-
-@pytest.mark.parametrize("chunk_size", [1, 5, 24])
-def test_a_model_that_branches_on_its_data(quick: Workplace, chunk_size: int) -> None:
-    quick.use_loss(
-        textwrap.dedent("""
-            def loss(output, target):
-                if output[0] > output[1]:
-                    return torch.nn.functional.cross_entropy(output, target)
-                return output[output < output.mean()].square().sum()
-        """)
-    )
-    quick.succeeded("--set", f"engine.chunk_size={chunk_size}")
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return (
-            F.cross_entropy(output, target)
-            if output[0] > output[1]
-            else output[output < output.mean()].square().sum()
-        )
-
-    inputs, target = torch.from_numpy(quick.arrays["x"]), torch.from_numpy(quick.arrays["y"])
-    np.testing.assert_allclose(
-        quick.samples()["grad_norm"], norms_by_loop(quick.model, loss, inputs, target), rtol=1e-5
-    )
 
 
 def test_labels_to_ignore_and_class_weights(quick: Workplace) -> None:
@@ -635,79 +455,6 @@ def test_a_full_disk_keeps_the_finished_rows(quick: Workplace, monkeypatch: pyte
     assert manifest["counts"]["finished_samples"] == 16
 
 
-def in_a_process(workplace: Workplace, before: str = "", *options: str) -> subprocess.CompletedProcess[str]:
-    """`psgrad analyze config.yaml` in a process of its own, after some lines of Python."""
-    workplace.config["engine"] = {"chunk_size": 4, "verify": 0}
-    (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
-    script = f"{before}\nfrom psgrad.cli import main\nmain()"
-    command = [sys.executable, "-c", script, "analyze", "config.yaml", *options]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=workplace.folder, timeout=100
-    )
-
-
-@pytest.mark.sweep
-def test_a_real_limit_on_file_size_leaves_the_tables(workplace: Workplace) -> None:
-    done = in_a_process(
-        workplace, "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (25_000, 25_000))"
-    )
-    assert done.returncode == 3
-    assert "the disk is full or over quota" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(workplace.samples()) == ROWS
-    assert workplace.manifest()["state"] == "failed"
-    assert not any(name.endswith(".tmp") for name in files_of(workplace.folder / "out"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("signal", "code", "word"),
-    [
-        ("SIGINT", 130, "interrupted"),
-        pytest.param("SIGTERM", 143, "terminated", marks=pytest.mark.sweep),
-    ],
-)
-def test_a_signal_in_the_middle_keeps_the_finished_rows(
-    workplace: Workplace, signal: str, code: int, word: str
-) -> None:
-    # The signal arrives in the fourth chunk's pass through the model, deep in the transforms: the chunk is
-    # finished all the same.
-    workplace.use_loss(
-        textwrap.dedent(f"""
-            import os
-            import signal
-
-            calls = []
-
-
-            def loss(output, target):
-                calls.append(1)
-                if len(calls) == 4:
-                    os.kill(os.getpid(), signal.{signal})
-                return torch.nn.functional.cross_entropy(output, target)
-        """)
-    )
-    # a replayed chunk does not call the loss
-    done = in_a_process(workplace, "", "--set", "engine.capture=off")
-    assert done.returncode == code, done.stderr
-    assert word in done.stderr
-    assert "Traceback" not in done.stderr
-    assert shards_of(workplace)["id"].tolist() == workplace.arrays["uid"][:16].tolist()
-    manifest = workplace.manifest()
-    assert manifest["state"] == "interrupted"
-    assert manifest["counts"]["finished_samples"] == 16
-    assert not (workplace.folder / "out" / "samples.parquet").exists()
-
-
-def test_an_interrupted_run_can_be_overwritten(quick: Workplace) -> None:
-    quick.use_loss("def loss(output, target):\n    raise KeyboardInterrupt\n")
-    quick.config["engine"] = {"verify": 0}
-    assert quick.analyze().code == 130
-    quick.config["loss"] = "cross_entropy"
-    quick.succeeded("--overwrite")
-    assert quick.manifest()["state"] == "finished"
-
-
 # -- The built-in examples -----------------------------------------------------------------------------------
 
 
@@ -783,44 +530,3 @@ def test_the_flipped_digits_are_near_the_top(digits: Path, score: str) -> None:
     found = {share: len(flipped & set(ranked.head(round(share * len(ranked))))) for share in (0.03, 0.1)}
     assert found[0.03] >= 45
     assert found[0.1] >= 52
-
-
-@pytest.mark.sweep
-def test_the_text_example_on_its_first_passages(tmp_path: Path) -> None:
-    count = 32
-    folder = run_example(tmp_path / "text", "text", "--set", f"data.kwargs={{count: {count}}}")
-    base = ROOT / "configs"
-    model = load_model(
-        ModelConfig(factory="text/model.py:build", checkpoint="text/model.safetensors"), base
-    ).model
-    data = DataConfig(
-        factory="text/data.py:passages",
-        kwargs={"count": count},
-        inputs="bytes",
-        target="next_bytes",
-        id="passage",
-    )
-    samples = load_data(data, base)
-    block = samples.read(0, count)
-    assert block.target is not None
-    frame = pd.read_parquet(folder / "samples.parquet")
-    assert frame["id"].tolist() == samples.ids.tolist()
-    np.testing.assert_allclose(
-        frame["grad_norm"], norms_by_loop(model, F.cross_entropy, block.inputs[0], block.target), rtol=1e-5
-    )
-    assert frame["token_accuracy"].between(0.3, 1).all()
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    assert manifest["model"]["modules_imported"] == ["text/model.py", "text/data.py"]
-    assert_self_contained(folder / "report.html")
-    assert samples.describe(int(frame["grad_norm"].idxmax())) is not None
-    parameters = pd.read_parquet(folder / "parameters.parquet").set_index("parameter")
-    assert parameters.loc["embedding.weight", "computed_as"].count("+") == 1  # looked up, and the output head
-
-
-@pytest.mark.sweep
-def test_influence_workflow_imports_no_library_of_other_commands() -> None:
-    code = (
-        "import sys; from psgrad.commands.influence import influence;"
-        " assert not {'matplotlib', 'sklearn', 'dp_accounting'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

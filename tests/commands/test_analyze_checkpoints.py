@@ -88,15 +88,6 @@ def test_measures_over_checkpoints_need_some(training: Workplace) -> None:
     assert not (training.folder / "out").exists()
 
 
-def test_a_missing_file_is_reported_before_anything_is_loaded(
-    training: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training.config["analyze"]["checkpoints"].append("fourth.safetensors")
-    monkeypatch.setattr(moments.Setup, "another", lambda *_, **__: pytest.fail("loaded"))
-    training.refused(2, "fourth.safetensors", "relative to the config file's folder")
-    assert not (training.folder / "out").exists()
-
-
 def test_the_same_weights_twice_are_refused(training: Workplace) -> None:
     torch.manual_seed(10)
     torch.save(
@@ -114,16 +105,6 @@ def test_a_checkpoint_of_another_model_is_refused_before_any_work(training: Work
     )
     training.refused(3, FILES[1])
     assert not (training.folder / "out").exists()
-
-
-@pytest.mark.long
-def test_checkpoints_are_relative_to_the_config(training: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    training.succeeded("--no-report")
-    elsewhere = training.folder / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    config = load_config(training.folder / "config.yaml")
-    assert len(analyze(config, overwrite=True, report=False).samples) == 24
 
 
 @pytest.mark.long
@@ -194,10 +175,3 @@ def test_the_example_of_checkpoints_finds_flipped_labels(tmp_path: Path) -> None
 def test_the_benchmark_counts_ties_by_their_share() -> None:
     flipped = np.array([True, True, False, False, True])
     assert script.found(np.array([9.0, 5.0, 5.0, 1.0, 0.0]), flipped) == 1 + 2 * 0.5
-
-
-def test_the_stored_numbers_are_of_all_columns_that_the_benchmark_knows() -> None:
-    stored = json.loads(
-        (CONFIGS.parent / "benchmarks" / "results" / "checkpoints-cpu.json").read_text(encoding="utf-8")
-    )
-    assert set(script.COLUMNS) < set(stored["quality"])

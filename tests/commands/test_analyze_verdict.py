@@ -105,23 +105,6 @@ def test_the_judged_run_itself_is_no_reference(judged: Workplace) -> None:
     assert judged.samples()["q_value"].isna().all()
 
 
-def test_a_reference_of_another_checkpoint_is_refused_before_anything_runs(judged: Workplace) -> None:
-    judged.config["analyze"] = {}
-    judged.succeeded("--output", "first")
-    assert judged.command("baseline", "save", "first", "--output", "first.json").code == 0
-    torch.manual_seed(9)
-    save_file(
-        {name: value + 1 for name, value in judged.model.state_dict().items()},
-        judged.folder / "model.safetensors",
-    )
-    for reference in ("first", "first.json"):
-        use_reference(judged, reference)
-        judged.refused(
-            2, "checkpoint was", "can't be compared", "run psgrad analyze on the trusted samples again"
-        )
-        assert not (judged.folder / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("reference", "outliers", "words"),
     [
@@ -201,6 +184,11 @@ def test_lengths_count_the_positions_that_count(judged: Workplace) -> None:
     assert frame["group"].value_counts().to_dict() == {"0 to 1": 3, "2 to 3": 6, "4 to 7": 12, "8 to 15": 3}
 
 
+def test_a_loss_of_tokens_on_one_class_per_row_is_refused(judged: Workplace) -> None:
+    judged.config["loss"] = "token_cross_entropy"
+    judged.refused(3, "the target [] of one sample don't go together in token_cross_entropy")
+
+
 @pytest.mark.long
 def test_a_killed_run_goes_on_with_the_same_reference_alone(
     judged: Workplace, monkeypatch: pytest.MonkeyPatch
@@ -219,26 +207,6 @@ def test_a_killed_run_goes_on_with_the_same_reference_alone(
         changed = {name: file[name] for name in file.files}
     np.savez(judged.folder / "trusted.npz", **(changed | {"x": changed["x"] + 1}))
     judged.refused(2, "reference (its content)", options=("--resume",))
-
-
-@pytest.mark.long
-def test_only_the_measures_that_judge_are_taken_of_trusted_samples(
-    judged: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[list[str]] = []
-    from psgrad.commands import analyze_verdict
-
-    real = analyze_verdict.measures_of
-    monkeypatch.setattr(
-        analyze_verdict,
-        "measures_of",
-        lambda config: asked.append([each.name for each in config.analyze.measures]) or real(config),
-    )
-    judged.config["analyze"]["measures"] = [{"name": "el2n"}, {"name": "margin"}]
-    judged.succeeded()
-    judged.config["analyze"]["outliers"]["score"] = "el2n"
-    judged.succeeded("--overwrite")
-    assert asked == [[], ["el2n"]]
 
 
 @pytest.mark.long

@@ -62,18 +62,6 @@ def test_a_precision_that_the_config_names_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_auto_on_a_float32_base_changes_no_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, "float32")
-    for options in ([], ["--set", "engine.dtype=float32", "--output", str(tmp_path / "named")]):
-        assert analyzed(path, monkeypatch, capfd, *options).code == 0
-    automatic, named = (pd.read_parquet(tmp_path / name / "samples.parquet") for name in ("run", "named"))
-    pd.testing.assert_frame_equal(automatic, named, check_exact=True)
-    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["engine"]["dtype"] == "float32"
-
-
-@pytest.mark.long
 def test_manifest_and_page_say_what_bfloat16_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,17 +79,6 @@ def test_manifest_and_page_say_what_bfloat16_costs(
     assert f"norms by up to {said:.4g}" in outcome.err
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count(f"bfloat16; on {count} samples norms differ") == 1
-
-
-@pytest.mark.long
-def test_resume_of_a_run_in_another_precision_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, "bfloat16")
-    assert analyzed(path, monkeypatch, capfd, "--set", "engine.dtype=float32").code == 0
-    outcome = analyzed(path, monkeypatch, capfd, "--resume")
-    assert outcome.code == 2
-    assert 'engine.dtype was "float32" and is "bfloat16"' in outcome.err
 
 
 def analyzed(

@@ -258,23 +258,6 @@ def test_numbers_of_a_dataset_with_names_of_its_own_go_by_these() -> None:
     )
 
 
-def test_queries_as_arrays_of_names_are_numbered_as_the_training_data_are() -> None:
-    rows().to_csv("train.csv", index=False)
-    queries = rows(6, seed=3, without="churn")
-    influence = {"method": "gradient_dot", "check": "never"}
-    given = queries[["x0", "x1", "x2"]].to_numpy(np.float32), queries["y"].tolist()
-    found = psgrad.influence(
-        config("train.csv", influence=influence), model=Model(), queries=given, report=False
-    )
-    np.testing.assert_allclose(found.queries["measurement"], losses(queries, sorted(NAMES)), rtol=1e-3)
-
-
-def test_integer_labels_beyond_the_outputs_are_refused_with_their_row() -> None:
-    rows().replace({"stay": 0, "upgrade": 1, "churn": 7}).to_csv("batch.csv", index=False)
-    said = refused(DataError, config("batch.csv"))
-    assert "row 2 has the label 7 (20 of 60 rows are out of range)" in said
-
-
 def test_analyze_says_what_labels_mean_and_how_many_the_model_agrees_with() -> None:
     rows().to_csv("batch.csv", index=False)
     result = analyze(config("batch.csv", data={"class_names": list(NAMES)}))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +144,3 @@ def test_results_are_short_as_text_and_tables_in_notebooks(workplace: Workplace)
     assert "<b>" not in html
     assert "&lt;b&gt;0" in html
     assert len(html) < 20_000
-
-
-@pytest.mark.sweep
-def test_engine_names_come_with_torch_only_when_asked_for() -> None:
-    script = (
-        "import sys, psgrad; before = 'torch' in sys.modules; f = psgrad.per_sample_gradients;"
-        " print(before, f.__module__, psgrad.make_private.__name__, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "False psgrad.engine.gradients.per_sample make_private True\n"

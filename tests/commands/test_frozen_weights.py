@@ -43,16 +43,6 @@ def test_analyze_gives_the_numbers_of_the_wide_model(workplace: Workplace) -> No
     assert workplace.manifest()["model"]["parameters"] == 43
 
 
-@pytest.mark.long
-def test_analyze_trainable_has_the_norms_of_these_parameters(workplace: Workplace) -> None:
-    workplace.config["analyze"] = {"trainable": ["2.bias"]}
-    workplace.succeeded()
-    workplace.config["analyze"] = {}
-    workplace.succeeded("--output", "all")
-    few, every = workplace.samples(), workplace.samples("all")
-    assert (few["grad_norm"] < every["grad_norm"]).all()
-
-
 def test_analyze_trainable_without_a_match(workplace: Workplace) -> None:
     workplace.config["analyze"] = {"trainable": ["3.*"]}
     workplace.refused(2, "analyze.trainable: no parameter matches '3.*'")

@@ -201,11 +201,8 @@ def test_groups_of_texts_are_the_sums_of_their_rows(
 
 
 @pytest.fixture
-def asking(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
+def asking(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
+    found = influence_place
     found.save(doc=GROUPS)
     found.save_queries(doc=np.array(["p", "q", "p", "r", "q"]))
     found.config["data"] = {"path": "data.npz", "inputs": "x", "target": "y", "group": "doc"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -18,11 +16,8 @@ from tests.workplace import ROWS
 
 
 @pytest.fixture
-def place(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
+def place(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
+    found = influence_place
     found.section["index"] = {"path": "index", "projection": "none", "features": "margin"}
     found.section["index"]["rows_per_shard"] = 7
     return found
@@ -90,21 +85,6 @@ def test_index_update_of_unchanged_data(place: InfluenceWorkplace) -> None:
     files = {path: path.read_bytes() for path in (place.folder / "index").rglob("*.safetensors")}
     assert place.index("--update").code == 0
     assert {path: path.read_bytes() for path in (place.folder / "index").rglob("*.safetensors")} == files
-
-
-@pytest.mark.sweep
-def test_index_update_twice_and_back(place: InfluenceWorkplace) -> None:
-    expected = scores_with_index(place, EVERY, "--overwrite")
-    for rows in ([*EVERY[3:], 24], [25, *EVERY[:20]], EVERY):
-        found = scores_with_index(place, rows, "--update")
-    pd.testing.assert_frame_equal(found, expected, rtol=1e-6, atol=1e-9)
-
-
-def scores_with_index(place: InfluenceWorkplace, rows: list[int], option: str) -> pd.DataFrame:
-    with_rows(place, rows)
-    ended = place.index(option)
-    assert ended.code == 0, ended.err
-    return scores(place)
 
 
 @pytest.mark.long

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from torch import nn
 
 from psgrad.commands.influence_tables import OTHER, coverage, part_of
 from psgrad.reports.influence_sections import coverage_words
-from tests.influence_workplace import InfluenceWorkplace
 
 
 @pytest.mark.parametrize(
@@ -65,37 +62,3 @@ def test_influence_coverage_counts_numbers_and_blocks() -> None:
     )
     whole = coverage(model, {name for name, _ in model.named_parameters()})
     assert coverage_words(whole) == "Scores are about all 60 parameters."
-
-
-@pytest.fixture
-def place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.config["influence"] = {"method": "ekfac", "parameters": ["head.*", "mlp.weight"]}
-    return found
-
-
-@pytest.mark.sweep
-def test_influence_coverage_in_manifest_and_page(place: InfluenceWorkplace) -> None:
-    place.use_model(
-        "class Model(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        torch.manual_seed(3)\n"
-        "        self.mlp, self.head = nn.Linear(4, 6), nn.Linear(6, 3)\n\n"
-        "    def forward(self, x):\n"
-        "        return self.head(torch.tanh(self.mlp(x)))\n"
-    )
-    outcome = place.influence()
-    assert outcome.code == 0, outcome.err
-    rows = {row["part"]: row for row in place.manifest()["influence"]["coverage"]}
-    assert (rows["MLP"]["parameters"], rows["MLP"]["covered"], rows["MLP"]["left_out"]) == (
-        30,
-        24,
-        ["mlp.bias"],
-    )
-    assert (rows["head"]["covered"], rows["head"]["blocks"]) == (21, {"exact": 1})
-    page = (place.folder / "out" / "report.html").read_text()
-    assert "Scores are about 45 of 51 parameters (88.2%)" in page
-    assert "1 exact" in page

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.influence_workplace import InfluenceWorkplace
@@ -16,11 +14,8 @@ def Model():
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
+def place(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
+    found = influence_place
     found.use_model(MODEL)
     found.section["method"] = "influence"
     return found

@@ -4,10 +4,6 @@ else.
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -40,11 +36,8 @@ class Rows(torch.utils.data.Dataset):
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
+def place(influence_place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> InfluenceWorkplace:
+    found = influence_place
     monkeypatch.setattr("psgrad.reports.influence_page.write_influence_report", lambda result, write: None)
     return found
 
@@ -114,48 +107,6 @@ def test_an_index_of_another_state_dict_of_the_same_file_is_refused(place: Influ
         3,
         "the index index is of something else: fingerprint.checkpoints was",
         "fingerprint.state_dict_key was",
-    )
-
-
-@pytest.mark.parametrize(
-    ("file", "old", "new"),
-    [("model.py", "nn.Tanh", "nn.ReLU"), ("loss.py", "2 *", "3 *"), ("rows.py", "= 0", "= 1")],
-)
-def test_an_index_made_by_other_code_is_refused(
-    place: InfluenceWorkplace, file: str, old: str, new: str
-) -> None:
-    (place.folder / "rows.py").write_text(DATASET.replace("+ SHIFT", "* 0 + SHIFT"))
-    place.config["data"] = {"factory": "rows.py:Rows"}
-    place.use_loss(
-        "def loss(output, target):\n    return 2 * torch.nn.functional.cross_entropy(output, target)\n"
-    )
-    with_index(place)
-    source = (place.folder / file).read_text()
-    (place.folder / file).write_text(source.replace(old, new))
-    place.influence().refused(3, "the index index is of something else", "fingerprint.code.", file)
-
-
-@pytest.mark.long
-def test_an_index_made_by_code_that_was_imported_is_refused(
-    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(place.folder)
-    layers = place.folder / "layers_of_the_index.py"
-    layers.write_text("from torch import nn\n\nActivation = nn.Tanh\n")
-    source = (place.folder / "model.py").read_text().replace("nn.Tanh", "layers_of_the_index.Activation")
-    (place.folder / "model.py").write_text(f"import layers_of_the_index\n{source}")
-    with_index(place)
-    place.ranked()
-    layers.write_text(
-        "from torch import nn\n\nActivation = nn.ReLU  # of another size: a cache goes by that\n"
-    )
-    for name in [
-        name for name in sys.modules if name == "layers_of_the_index" or name.startswith("psgrad_file_model")
-    ]:
-        monkeypatch.delitem(sys.modules, name)
-    importlib.invalidate_caches()
-    place.influence("--overwrite").refused(
-        3, "the index index is of something else", "fingerprint.code.model.py:mlp.layers_of_the_index"
     )
 
 

@@ -163,10 +163,7 @@ def test_what_an_evaluation_does_not_take_from_the_config_is_reported(place: Eva
     engine = place.manifest("out-lds")["engine"]
     assert engine["chunks"] >= engine["chunks_replayed"] == 0
     assert "chunks of one size" in engine["not_replayed"]
-    assert (
-        "influence takes a weight decay of 0.1 for the one of training, and models are trained again with"
-        " 0.05" in told
-    )
+    assert "influence takes a weight decay of 0.1 for the one of training, and models are trained" in told
 
 
 @pytest.mark.long
@@ -401,10 +398,7 @@ def test_a_method_of_ones_own_that_fails_is_left_out_of_the_comparison(place: Ev
     place.evaluate["subsets"] = 3
     outcome = place.influence("--evaluate", "lds")
     assert outcome.code == 0, outcome.err
-    assert (
-        "left out: own.py:Broken, as scoring by the method own.py:Broken raised ZeroDivisionError: division"
-        " by zero" in outcome.out
-    )
+    assert "left out: own.py:Broken, as scoring by the method own.py:Broken raised" in outcome.out
     place.section["method"] = "own.py:Broken"
     place.influence("--evaluate", "lds", "--overwrite").refused(
         3, "scoring by the method own.py:Broken raised ZeroDivisionError"

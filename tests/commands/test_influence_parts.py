@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,8 @@ from tests.influence_workplace import QUERIES, InfluenceWorkplace
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
+def place(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
+    found = influence_place
     found.config["engine"] = {"dtype": "float64"}
     return found
 
@@ -136,17 +132,6 @@ def test_parts_are_answered_from_an_index(place: InfluenceWorkplace, broken: boo
     place.config["influence"] |= {"index": {"path": "index", "dimension": 8}, "method": "projected_influence"}
     assert place.index().code == 0
     in_parts(place, 2)
-    place.ranked("--no-report")
-    assert_same_scores(place)
-
-
-@pytest.mark.long
-def test_part_of_which_no_query_is_finite(place: InfluenceWorkplace) -> None:
-    """Five parts of five queries: the four that are finite are divided."""
-    inputs = place.queries["x"].copy()
-    inputs[0] = np.nan
-    place.save_queries(x=inputs)
-    in_parts(place, QUERIES)
     place.ranked("--no-report")
     assert_same_scores(place)
 

@@ -22,11 +22,8 @@ PARTS = 3
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
+def place(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
+    found = influence_place
     found.config["engine"] = {"chunk_size": 4, "dtype": "float64"}
     return found
 

@@ -5,7 +5,6 @@ condition, by wrong predictions and by loss.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,8 @@ from tests.workplace import ROWS
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
+def place(influence_place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> InfluenceWorkplace:
+    found = influence_place
     monkeypatch.setattr("psgrad.reports.influence_page.write_influence_report", lambda result, write: None)
     return found
 

@@ -15,12 +15,9 @@ DECAY = 0.05
 
 
 @pytest.fixture
-def place(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
+def place(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
     """Ridge regression at the minimum of its weighted objective; row 0 weighs nothing."""
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
+    found = influence_place
     random = np.random.default_rng(3)
     weights = random.integers(1, 4, ROWS) / 2
     weights[0] = 0.0
@@ -120,13 +117,6 @@ def test_training_rows_with_weights_are_queries(place: InfluenceWorkplace, queri
     gradients = residuals[:, None] * x
     cosines = gradients @ gradients.T / np.outer(*[np.linalg.norm(gradients, axis=1)] * 2)
     np.testing.assert_allclose(with_weights[1:], cosines[1:, rows], rtol=1e-7)
-
-
-@pytest.mark.long
-def test_ekfac_takes_weights(place: InfluenceWorkplace) -> None:
-    place.section["method"] = "ekfac"
-    outcome = place.influence("--no-report")
-    assert outcome.code == 0, outcome.err
 
 
 @pytest.mark.parametrize(

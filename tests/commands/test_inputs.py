@@ -38,14 +38,6 @@ def images(workplace: Workplace) -> Workplace:
 
 
 @pytest.mark.long
-def test_analyze_an_image_folder(images: Workplace) -> None:
-    images.succeeded()
-    samples = images.samples()
-    assert samples["target"].tolist() == [0] * 6 + [1] * 6
-    assert (samples["status"] == "ok").all()
-
-
-@pytest.mark.long
 def test_analyze_goes_on_at_a_broken_image(images: Workplace) -> None:
     images.succeeded()
     before = images.samples()
@@ -162,16 +154,3 @@ def test_weights_multiply_losses_and_gradients(workplace: Workplace, tmp_path: P
     after = workplace.samples()
     np.testing.assert_allclose(after["loss"], weights * before["loss"], rtol=1e-5)
     np.testing.assert_allclose(after["grad_norm"], weights * before["grad_norm"], rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.long
-def test_names_of_classes_are_in_the_manifest_and_the_report(workplace: Workplace) -> None:
-    x, y = workplace.arrays["x"], workplace.arrays["y"]
-    frame = pd.DataFrame({f"x{place}": x[:, place] for place in range(x.shape[1])})
-    frame.assign(y=np.array(["emu", "cat", "dog"])[y]).to_csv(workplace.folder / "data.csv", index=False)
-    workplace.config["data"] = {"path": "data.csv", "inputs": list(frame), "target": "y"}
-    workplace.succeeded()
-    manifest = workplace.manifest()
-    assert "y: labels in sorted order: 0 cat, 1 dog, 2 emu" in manifest["data"]["notes"]
-    assert manifest["config"]["data"]["class_names"] == ["cat", "dog", "emu"]
-    assert workplace.samples()["target"].tolist() == [[2, 0, 1][label] for label in y]

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from psgrad import plugins
 from psgrad.engine.execution.loading import Loader
 from psgrad.engine.execution.weight_sources import WeightFile
 from psgrad.engine.execution.weight_supply import Supply
-from psgrad.engine.privacy.generators import make_generator
 from tests.hugging_face import tiny_model
 from tests.influence_workplace import InfluenceWorkplace
 from tests.private_workplace import EXACT, PrivateWorkplace
@@ -163,53 +161,6 @@ def test_parts_and_their_merge(workplace: Workplace) -> None:
         workplace.succeeded("--part", f"{number}/2", "--output", "parts")
     assert workplace.command("merge", "parts", "--no-report").code == 0
     assert_same_bits(workplace.folder / "whole", workplace.folder / "parts", "samples.parquet")
-
-
-@pytest.mark.sweep
-def test_validate_and_plan(workplace: Workplace) -> None:
-    """The same words as for weights in memory, but for where the weights live."""
-    found = []
-    for where in ("resident", "offloaded"):
-        workplace.config["engine"] = {"chunk_size": 5, "parameters": where}
-        (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
-        deep = workplace.command("validate", "config.yaml")
-        planned = workplace.command("plan", "config.yaml", "--json")
-        assert (deep.code, planned.code) == (0, 0), deep.err + planned.err
-        losses = [line for line in (deep.out + deep.err).splitlines() if "loss" in line]
-        found.append((losses, json.loads(planned.out)))
-    assert found[0][0]
-    assert found[0][0] == found[1][0]
-    one, other = (plan for _, plan in found)
-    assert [each["parameters_live"] for each in (one, other)] == ["resident", "offloaded"]
-    assert [each["shape"] for each in one["parameters"]] == [each["shape"] for each in other["parameters"]]
-    assert one["moved_bytes"] == 0
-
-
-@pytest.mark.sweep
-def test_audit_of_a_private_step(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The canaries, the noise and the verdict of the audit are the same numbers."""
-    place = PrivateWorkplace(workplace)
-    monkeypatch.setattr("psgrad.commands.dp_audit.coins", lambda: np.random.default_rng(1))
-    place.config["privacy"] |= {"noise": {"multiplier": 1.0}}
-    found = []
-    for where in ("resident", "offloaded"):
-        made = count()
-        monkeypatch.setattr(
-            "psgrad.commands.dp_audit.make_generator",
-            lambda made=made: make_generator(seed=1, position=next(made)),
-        )
-        monkeypatch.setattr(
-            "psgrad.commands.audit_neighbours.make_generator",
-            lambda made=made: make_generator(seed=1, position=next(made)),
-        )
-        place.config["engine"] = {"parameters": where}
-        place.config["output"] = where
-        (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
-        outcome = workplace.command("dp-audit", "config.yaml", "--json")
-        assert outcome.code == 0, outcome.err
-        found.append(json.loads(outcome.out))
-        found[-1].pop("file")
-    assert found[0] == found[1]
 
 
 @pytest.mark.long

@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 
-from psgrad.commands.analyze_tables import StoredPass
 from tests.commands.same_runs import assert_same_runs
 from tests.workplace import Workplace
 
@@ -45,16 +44,6 @@ def test_parts_in_any_order_equal_one_run(place: Workplace, count: int) -> None:
     random.Random(count).shuffle(order)
     for number in order:
         part(place, number, count)
-    merged(place)
-    place.succeeded("--no-report")
-    assert_same_runs(place.folder / "out", place.folder / "parts")
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(300)
-def test_more_parts_than_chunks_equal_one_run(place: Workplace) -> None:
-    for number in range(1, 65):
-        part(place, number, 64)
     merged(place)
     place.succeeded("--no-report")
     assert_same_runs(place.folder / "out", place.folder / "parts")
@@ -136,14 +125,6 @@ def test_rows_that_are_there_twice_refused(place: Workplace) -> None:
     folder = place.folder / "parts/parts/samples"
     shutil.copytree(folder / "part-2-of-2", folder / "part-3-of-2")
     place.command("merge", "parts").refused(3, "the rows 10 to 23 of the pass samples are there twice")
-
-
-def test_rows_that_no_part_has_make_no_table(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where the run has taken them for finished."""
-    part(place, 1, 2)
-    monkeypatch.setattr(StoredPass, "missing", lambda self: [])
-    place.command("merge", "parts").refused(3, "the rows 10 to 23 of the pass samples are missing")
-    assert not (place.folder / "parts/samples.parquet").exists()
 
 
 def test_part_after_the_merge_refused(place: Workplace) -> None:

@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from scipy import stats
 
 from psgrad.commands import private_steps
-from psgrad.commands.private_statement import Statement
 from psgrad.commands.private_steps import PrivateRun
 from psgrad.engine.privacy.clipping import MARGIN
 from psgrad.engine.privacy.rounding import residual_epsilon
@@ -84,15 +83,6 @@ def test_a_step_is_that_of_the_loop_with_the_public_divisor(private: PrivateWork
         )  # the bound is kept from within
 
 
-def test_the_noisy_sum_of_the_last_step_is_released_too(private: PrivateWorkplace) -> None:
-    private.succeeded("--steps", "2")
-    before = private.weights()
-    private.succeeded("--resume")
-    released = load_file(private.run_folder / "public" / "noisy_sum.safetensors")
-    for name, after in private.weights().items():
-        torch.testing.assert_close(after, before[name] - 0.1 * released[name] / 12)
-
-
 @pytest.mark.long
 def test_rounding_is_stated_and_kept_to(private: PrivateWorkplace) -> None:
     private.config["engine"]["dtype"] = "float32"
@@ -110,20 +100,6 @@ def test_rounding_is_stated_and_kept_to(private: PrivateWorkplace) -> None:
         steps = value.double() / 2.0**-12
         assert torch.equal(steps, steps.round())
     assert "what is left of floating point adds at most" in step["guarantee"]
-
-
-def test_run_with_unrounded_noise_of_an_earlier_version_is_not_resumed(
-    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = Statement.ledger_line
-
-    def as_before(self: Statement, *arguments: Any) -> dict[str, Any]:
-        return {key: value for key, value in line(self, *arguments).items() if key != "noise_grid"}
-
-    with monkeypatch.context() as earlier:
-        earlier.setattr(Statement, "ledger_line", as_before)
-        private.succeeded("--steps", "2")
-    private.refused(2, "begun by an older psgrad", options=("--resume", "--steps", "1"))
 
 
 def test_noise_multiplier_whose_tail_ends_too_early_is_refused(private: PrivateWorkplace) -> None:
@@ -266,36 +242,6 @@ def test_frozen_parameters_stay_and_get_no_noise(private: PrivateWorkplace) -> N
     assert private.step()["trainable"] == {"tensors": 2, "parameters": 18, "of_parameters": 43}
 
 
-def test_low_rank_adapters_are_trained_on_a_frozen_model(private: PrivateWorkplace) -> None:
-    private.workplace.use_model(
-        "class Model(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.base = nn.Linear(4, 3)\n"
-        "        self.lora_a = nn.Parameter(torch.arange(8.0).reshape(2, 4) / 8)\n"
-        "        self.lora_b = nn.Parameter(torch.zeros(3, 2))\n"
-        "        with torch.no_grad():\n"
-        "            self.base.weight.copy_(torch.arange(12.0).reshape(3, 4) / 12)\n"
-        "            self.base.bias.zero_()\n"
-        "    def forward(self, x):\n"
-        "        return self.base(x) + x @ self.lora_a.T @ self.lora_b.T\n"
-    )
-    private.privacy.update(EXACT, trainable=["lora_*"])
-    private.succeeded()
-    x, y = (
-        torch.from_numpy(private.workplace.arrays["x"]).double(),
-        torch.from_numpy(private.workplace.arrays["y"]),
-    )
-    base, a = torch.arange(12.0).reshape(3, 4).double() / 12, torch.arange(8.0).reshape(2, 4).double() / 8
-    # B is zero, so that A has no gradient, and B's is (softmax - one-hot) (A x)^T.
-    gradients = torch.einsum("no,nr->nor", (x @ base.T).softmax(1) - F.one_hot(y, 3), x @ a.T)
-    clipped = gradients * (0.5 * (1 - MARGIN) / gradients.flatten(1).norm(dim=1)).clamp(max=1)[:, None, None]
-    after = private.weights()
-    torch.testing.assert_close(after["lora_b"], -clipped.sum(0) / 24, rtol=1e-6, atol=1e-9)
-    assert torch.equal(after["base.weight"], (torch.arange(12.0).reshape(3, 4) / 12).double())
-    assert private.step()["trainable"] == {"tensors": 2, "parameters": 14, "of_parameters": 29}
-
-
 @pytest.mark.long
 def test_an_adaptive_bound_is_kept_from_step_to_step_and_over_a_resume(private: PrivateWorkplace) -> None:
     private.privacy["clipping"] = {
@@ -425,40 +371,6 @@ def test_a_seed_is_reported_everywhere(private: PrivateWorkplace) -> None:
     assert private.step()["generator"] == "aes-256-ctr, insecure: seed 3"
     assert private.ledger("step")[0]["secure"] is False
     assert "seed" in outcome.out
-
-
-def test_private_diagnostics_only_when_asked_for(private: PrivateWorkplace) -> None:
-    assert "median norm" not in private.succeeded().err
-    assert "median norm" in private.succeeded("--resume", "--show-private").err
-
-
-@pytest.mark.sweep
-def test_what_makes_an_epsilon_larger_than_it_need_be_is_reported(
-    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("psgrad.engine.privacy.accounting.events._UNLIKE", 4)
-    private.privacy["noise"]["schedule"] = {"kind": "exponential", "factor": 0.99}
-    outcome = private.succeeded("--steps", "5")
-    note = "5 unlike noise multipliers were rounded down, by at most 2%"
-    assert private.step()["accounting_notes"] == {"epsilon_rdp": note}
-    assert f"epsilon_rdp: {note}" in outcome.err
-
-
-def test_no_noise_is_infinite_epsilon(private: PrivateWorkplace) -> None:
-    private.privacy["noise"] = {"multiplier": 0.0}
-    outcome = private.succeeded()
-    assert "infinite" in outcome.out or "inf" in outcome.out
-    assert private.step()["epsilon_rdp"] in (None, math.inf)
-
-
-@pytest.mark.long
-def test_a_list_of_multipliers_is_taken_to_its_end(private: PrivateWorkplace) -> None:
-    private.privacy["steps"] = 3
-    private.privacy["noise"] = {"schedule": {"kind": "list", "multipliers": [3.0, 2.0, 1.5]}}
-    private.succeeded("--steps", "2")
-    private.succeeded("--resume")
-    assert [line["noise_multiplier"] for line in private.ledger("step")] == [3.0, 2.0, 1.5]
-    assert private.step()["steps"] == 3
 
 
 @pytest.mark.sweep
@@ -691,19 +603,6 @@ def test_a_failed_payment_releases_nothing(
 # -- What is refused -----------------------------------------------------------------------------------------
 
 
-def test_a_delta_that_promises_nothing(private: PrivateWorkplace) -> None:
-    private.privacy["delta"] = 1 / 24
-    private.refused(2, "privacy.delta is 0.0416667, and the dataset has 24 records", "less than 1 / 24")
-
-
-def test_batch_statistics(private: PrivateWorkplace) -> None:
-    private.workplace.use_model(
-        "def Model():\n    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))\n"
-    )
-    private.config["model"]["mode"] = "train"
-    private.refused(3, "BatchNorm1d", "nn.GroupNorm")
-
-
 def test_an_expected_batch_size_that_is_missing_or_off(private: PrivateWorkplace) -> None:
     private.privacy["expected_batch_size"] = 120
     private.refused(2, "privacy.expected_batch_size is 120, and batches will have about 12 records")
@@ -811,20 +710,6 @@ def test_weights_that_are_no_numbers_any_more_are_reported(private: PrivateWorkp
 
 
 @pytest.mark.long
-def test_private_figures_have_the_steps_of_all_processes(
-    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[list[int]] = []
-    monkeypatch.setattr(
-        private_steps, "write_plots", lambda result, *into: drawn.append(result.steps["step"].tolist())
-    )
-    private.succeeded("--steps", "2")
-    private.succeeded("--steps", "1", "--resume")
-    private.succeeded("--steps", "2", "--resume")
-    assert drawn == [[1, 2], [1, 2, 3], [1, 2, 3, 4, 5]]
-
-
-@pytest.mark.long
 def test_an_interrupted_process_leaves_the_private_table_of_its_steps(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -879,6 +764,7 @@ def keeping(private: PrivateWorkplace, write: str) -> None:
         ("self.largest = torch.full((2,), place / 8)", "largest"),
         ("self.largest.data.numpy()[0] = place / 8", "largest"),
         ("self.known[0] = place", "known[0]"),
+        ("self.frozen.data.numpy()[0] = place / 8", "frozen"),
     ],
 )
 def test_state_written_under_a_branch_ends_the_run_unpaid(
@@ -889,22 +775,6 @@ def test_state_written_under_a_branch_ends_the_run_unpaid(
     private.refused(3, f"wrote into {where} while records were computed", options=("--steps", "2"))
     assert private.ledger("step") == []
     assert not (private.run_folder / "public" / "model.safetensors").exists()
-
-
-@pytest.mark.long
-def test_frozen_parameter_that_is_written_into_is_not_published(private: PrivateWorkplace) -> None:
-    keeping(private, "self.frozen.data.numpy()[0] = place / 8")
-    private.refused(
-        3,
-        "wrote into frozen while records were computed",
-        options=("--steps", "2"),
-    )
-    assert private.ledger("step") == []
-    assert not (private.run_folder / "public" / "model.safetensors").exists()
-    assert load_file(private.run_folder / "checkpoint.safetensors")["tensors/frozen"].tolist() == [
-        0.0,
-        0.0,
-    ]  # of before the first step
 
 
 @pytest.mark.parametrize("flag", ["self.known", "KNOWN"])
@@ -978,13 +848,3 @@ class Model(nn.Module):
     model.write_text(model.read_text().replace("        return", "        self.calls += 1\n        return"))
     private.config["output"] = "counted"
     private.refused(3, "wrote into calls while records were computed")
-
-
-@pytest.mark.long
-def test_steps_all_takes_those_that_are_left_and_no_more(private: PrivateWorkplace) -> None:
-    private.privacy.update(steps=3)
-    private.succeeded("--steps", "1")
-    private.succeeded("--steps", "all", "--resume")
-    assert len(private.ledger("step")) == 3
-    private.succeeded("--steps", "all", "--resume")
-    assert len(private.ledger("step")) == 3

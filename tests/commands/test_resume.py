@@ -24,7 +24,6 @@ from psgrad.commands.check import check
 from psgrad.config import load_config
 from psgrad.errors import ConfigError, OutputExistsError
 from psgrad.run.results import AnalyzeResult, Progress
-from psgrad.run.results.manifest import Counts
 from tests.workplace import ROWS, Workplace
 
 
@@ -91,37 +90,18 @@ def test_an_interrupted_run_is_not_begun_anew_by_accident(quick: Workplace) -> N
     assert len(pd.read_parquet(quick.folder / "out" / "parts" / "samples")) == 12
 
 
-def other_weights(workplace: Workplace) -> None:
-    save_file(
-        {name: value + 0.1 for name, value in workplace.model.state_dict().items()},
-        workplace.folder / "model.safetensors",
-    )
-
-
-def other_code(workplace: Workplace) -> None:
-    path = workplace.folder / "model.py"
-    path.write_text(path.read_text().replace("Tanh", "ReLU"))
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda w: w.config["model"].update(kwargs={"hidden": 5}), "model.kwargs.hidden was null and is 5"),
         (
             lambda w: w.config.update(loss={"name": "cross_entropy", "label_smoothing": 0.1}),
             "loss.label_smoothing was null and is 0.1",
         ),
         (lambda w: w.config["engine"].update(dtype="float64"), 'engine.dtype was "float32" and is "float64"'),
-        (
-            lambda w: w.config["analyze"].update(measures=[]),
-            'analyze.measures was [{"name": "el2n"}] and is []',
-        ),
+        (lambda w: w.config["analyze"].update(measures=[]), 'analyze.measures was [{"name": "el2n"}]'),
         (lambda w: w.config["analyze"].update(seed=1), "analyze.seed was 0 and is 1"),
-        (lambda w: w.save(y=(w.arrays["y"] + 1) % 3), 'data (its content) was "'),
-        (other_weights, 'model (its weights) was "'),
-        (other_code, 'code of model.py:mlp was "'),
     ],
-    ids=["model", "loss", "engine", "measures", "seed", "data", "checkpoint", "code"],
+    ids=["loss", "engine", "measures", "seed"],
 )
 def test_what_changed_is_refused_with_the_difference(
     quick: Workplace, change: Callable[[Workplace], None], words: str
@@ -166,22 +146,6 @@ def test_a_run_of_another_command_is_reported(quick: Workplace) -> None:
     manifest.write_text(manifest.read_text().replace('"command": "analyze"', '"command": "influence"'))
     with pytest.raises(ConfigError, match="it is one of psgrad influence"):
         run(quick, resume=True)
-
-
-@pytest.mark.parametrize(
-    ("limit", "rows"), [(1, 1), (5, 5), (1000, ROWS), (0.5, ROWS // 2), (1e-9, 1), (0.99, 23)]
-)
-def test_a_limit_takes_the_first_rows(quick: Workplace, limit: float, rows: int) -> None:
-    result = run(quick, limit=limit)
-    assert result.samples["id"].tolist() == quick.arrays["uid"][:rows].tolist()
-    assert result.manifest.counts == Counts(rows, 0, ROWS)
-    assert result.manifest.limit == limit
-
-
-@pytest.mark.parametrize("limit", [0, -3, 1.5, float("nan"), float("inf")])
-def test_a_limit_that_is_none_is_refused(quick: Workplace, limit: float) -> None:
-    with pytest.raises(ConfigError, match="at least 1"):
-        run(quick, limit=limit)
 
 
 @pytest.mark.long

@@ -157,12 +157,6 @@ def test_ids_of_rows_of_arrays_come_in_each_format(workplace: Workplace) -> None
     assert pd.read_parquet("clean.parquet").to_dict("list") == wanted
 
 
-def test_ids_of_rows_drawn_at_random_have_their_place_in_the_dataset(workplace: Workplace) -> None:
-    workplace.succeeded("--no-report", "--limit", "8", "--sample")
-    selected(workplace, "index >= 0", "drawn.csv")
-    assert pd.read_csv("drawn.csv")["index"].tolist() == workplace.samples()["dataset_row"].tolist()
-
-
 def test_select_groups_of_the_datasets_library(workplace: Workplace) -> None:
     datasets = pytest.importorskip("datasets")
     columns = {"x": workplace.arrays["x"].tolist(), "y": workplace.arrays["y"].tolist()}

@@ -126,21 +126,6 @@ def test_values_of_long_rows_are_bounded() -> None:
     assert str(words).endswith("0 and 4,800 more")
 
 
-@pytest.mark.sweep
-def test_the_page_of_a_table_shows_its_rows_and_a_report_made_again_is_the_same(workplace: Workplace) -> None:
-    workplace.succeeded()
-    folder = workplace.folder / "out"
-    page = (folder / "report.html").read_bytes()
-    run = load_run(folder)
-    assert run.top_inputs[0].values
-    name, value = run.top_inputs[0].values[0]
-    assert f">{name}<".encode() in page
-    assert f">{value:.7g}<".encode() in page
-    assert b">None<" not in page  # what is not known is left out
-    workplace.command("report", "out")
-    assert (folder / "report.html").read_bytes() == page
-
-
 @pytest.mark.long
 def test_values_and_words_come_back_from_the_folder(workplace: Workplace) -> None:
     workplace.succeeded()

@@ -69,7 +69,11 @@ def test_what_is_no_comparison_is_refused(condition: str) -> None:
     ("condition", "words"),
     [
         ("lable == 3", "there is no column 'lable'; did you mean label? known: id, label, loss, index"),
-        ("id > 3", "can't be answered"),
+        ("id > loss", "can't be answered"),
+        ("id > 3", "id holds texts, and 3 is none"),
+        ("loss > 0 and label == 'dog'", "label holds numbers, and 'dog' is none"),
+        ("label in [1, '3']", "label holds numbers, and '3' is none"),
+        ("not 0 == id", "id holds texts, and 0 is none"),
         ("label", "is not true or false of each row"),
         ("3", "is not true or false of each row"),
     ],

@@ -175,10 +175,7 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
 
     assert message.splitlines()[0] == "the config config.yaml has 5 problems:"
     assert "config.yaml:1: version: got 2, expected 1" in message
-    assert (
-        "config.yaml:7: engine.chunk_sise: unknown key; did you mean chunk_size? known here: device,"
-        " chunk_size" in message
-    )
+    assert "config.yaml:7: engine.chunk_sise: unknown key; did you mean chunk_size? known here" in message
     assert "config.yaml:8: engine.verify: got 'three', expected a whole number" in message
     assert "config.yaml:9: analyse: unknown key; did you mean analyze?" in message
     assert "--set analyze.top=0: analyze.top: got 0, expected at least 1" in message
@@ -190,41 +187,21 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
         ("version: 1", "version: true", "version: got true, expected 1"),
         ("version: 1\n", "", "version: missing; it is required"),
         ("build}", "build, modus: train}", "model.modus: unknown key; did you mean mode?"),
-        (
-            "build}",
-            "build, mode: trian}",
-            "model.mode: got 'trian', expected one of eval, train; did you mean train?",
-        ),
-        (
-            "my_pkg.models:build",
-            "my_pkg.models.build",
-            "model.factory: 'my_pkg.models.build' does not name a callable",
-        ),
+        ("build}", "build, mode: trian}", "model.mode: got 'trian', expected one of eval, train; did you"),
+        ("my_pkg.models:build", "my_pkg.models.build", "model.factory: 'my_pkg.models.build' does not name"),
         ("my_pkg.models:build", "'my pkg:build'", "expected module:callable or file.py:callable"),
         ("build}", "build, kwargs: 3}", "model.kwargs: got 3, expected a group of keys and values"),
         ("build}", "build, kwargs: {1: a}}", "got 1, expected a string"),
         ("build}", "build, state_dict_key: ema}", "there is no checkpoint"),
-        (
-            "loss: cross_entropy",
-            "loss: cross_entrpy",
-            "there is no loss 'cross_entrpy'; did you mean cross_entropy?",
-        ),
+        ("loss: cross_entropy", "loss: cross_entrpy", "there is no loss 'cross_entrpy'; did you mean"),
         (
             "loss: cross_entropy",
             "loss: {name: 'losses.py:mine', delta: 2.0}",
             "the loss 'losses.py:mine' does not take delta",
         ),
-        (
-            "loss: cross_entropy",
-            "loss: {name: mse, columns: [a]}",
-            "the loss 'mse' does not take columns",
-        ),
+        ("loss: cross_entropy", "loss: {name: mse, columns: [a]}", "the loss 'mse' does not take columns"),
         ("loss: cross_entropy", "loss: 3", "loss: got 3, expected a group of keys and values"),
-        (
-            "train.parquet",
-            "train.xlsx",
-            "data.path: 'train.xlsx' does not end in one of .arrow, .csv, .feather, .json, .jsonl, .npz",
-        ),
+        ("train.parquet", "train.xlsx", "data.path: 'train.xlsx' does not end in one of .arrow, .csv"),
         (
             "path: train.parquet",
             "factory: a.py:b, path: train.parquet",
@@ -233,11 +210,7 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
         ("path: train.parquet, ", "", "give exactly one of path (a file), dataset (of the datasets library)"),
         ("inputs: pixels, ", "", "inputs is missing"),
         ("inputs: pixels", "inputs: [a, a]", "data.inputs: a column is named twice"),
-        (
-            "inputs: pixels",
-            "inputs: [a, 3]",
-            "data.inputs: got a list, expected one column name or a list of them",
-        ),
+        ("inputs: pixels", "inputs: [a, 3]", "data.inputs: got a list, expected one column name or a list"),
         ("inputs: pixels", "inputs: pixels, kwargs: {a: 1}", "kwargs are the arguments of a factory"),
         *(
             (
@@ -258,11 +231,7 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
                 "workers: 2",
             )
         ),
-        (
-            "inputs: pixels",
-            "text: pixels, stack: true",
-            "stack is given, and nothing reads it; expected inputs",
-        ),
+        ("inputs: pixels", "text: pixels, stack: true", "stack is given, and nothing reads it; expected"),
         *(
             (
                 "inputs: pixels",
@@ -303,10 +272,7 @@ def test_each_mistake_is_reported(tmp_path: Path, old: str, new: str, expected: 
         ("memory: true", "engine.memory: got true, expected auto, or a size"),
         ("memory: 2.5", "engine.memory: got 2.5, expected auto, or a size"),
         ("memory: 2", "engine.memory: got 2, which is 2 bytes; expected at least 1MiB; is its unit right?"),
-        (
-            "memory: 1GiB, chunk_size: 8",
-            "memory says how large an automatic chunk may get, and chunk_size is 8",
-        ),
+        ("memory: 1GiB, chunk_size: 8", "memory says how large an automatic chunk may get, and chunk_size"),
         ("verify: -1", "engine.verify: got -1, expected at least 0"),
         ("verify: true", "engine.verify: got true, expected a whole number"),
         ("dtype: float8", "engine.dtype: got 'float8', expected one of auto, float32, float64, bfloat16"),

@@ -19,13 +19,6 @@ def load(folder: Path, *overrides: str) -> EvaluationConfig:
     return load_config(path, [f"influence.evaluate.{override}" for override in overrides]).influence.evaluate
 
 
-def test_all_of_it_may_be_left_out(tmp_path: Path) -> None:
-    found = load(tmp_path)
-    assert (found.subsets, found.seeds, found.fraction, found.removals) == (100, 3, 0.5, 100)
-    assert found.tuning is None
-    assert found.train.optimizer == "adam"
-
-
 def test_the_defaults_of_a_training_are_the_recipes() -> None:
     assert Recipe(**EvaluationConfig().train.model_dump(exclude={"function"})) == Recipe()
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from psgrad.commands.influence_setup import errors_of_own_method, method_from
+from psgrad.commands.influence_setup import method_from
 from psgrad.config import IndexConfig, InfluenceConfig, MethodConfig, load_config
 from psgrad.engine.influence.index.stored_index import IndexSpec
-from psgrad.errors import ConfigError, InfluenceError
+from psgrad.errors import ConfigError
 from psgrad.plugins import METHODS, own_classes
 from tests.config.test_config import MINIMAL
 
@@ -34,17 +34,6 @@ def error_of(folder: Path, *overrides: str) -> str:
 
 
 # -- What is accepted ----------------------------------------------------------------------------------------
-
-
-def test_all_of_it_may_be_left_out(tmp_path: Path) -> None:
-    found = load(tmp_path)
-    assert (found.method.name, found.measurement.name, found.queries, found.checkpoints) == (
-        "influence",
-        "loss",
-        None,
-        None,
-    )
-    assert (found.top, found.layers, found.normalize, found.index) == (10, "none", "none", None)
 
 
 def test_names_stand_for_groups(tmp_path: Path) -> None:
@@ -115,93 +104,39 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
     ("override", "words"),
     [
         ("top=0", "influence.top: got 0, expected at least 1"),
-        (
-            "layers=module_",
-            "influence.layers: got 'module_', expected one of none, parameter, module; did you mean module?",
-        ),
+        ("layers=module_", "influence.layers: got 'module_', expected one of none, parameter, module; did"),
         ("methods=trak", "influence.methods: unknown key; did you mean method?"),
-        (
-            "damping=1",
-            "influence.damping: not a key here: damping is an option of the method: influence.method.damping",
-        ),
-        (
-            "learning_rate=1",
-            (
-                "influence.learning_rate: not a key here: learning rates go with checkpoints:"
-                " influence.checkpoints"
-            ),
-        ),
-        (
-            "measurement=margn",
-            "influence.measurement.name: there is no measurement 'margn'; did you mean margin?",
-        ),
+        ("damping=1", "influence.damping: not a key here: damping is an option of the method"),
+        ("learning_rate=1", "influence.learning_rate: not a key here: learning rates go with checkpoints"),
+        ("measurement=margn", "influence.measurement.name: there is no measurement 'margn'; did you mean"),
         ("measurement=mine.py:own", "larger_is is missing: better, or worse as a loss has it"),
-        (
-            "measurement={name: loss, larger_is: better}",
-            "larger_is goes with a callable of your own; of loss it is known",
-        ),
-        (
-            "parameters=[]",
-            (
-                "influence.parameters: got an empty list, expected one pattern of parameter names or a list"
-                " of them"
-            ),
-        ),
+        ("measurement={name: loss, larger_is: better}", "larger_is goes with a callable of your own"),
+        ("parameters=[]", "influence.parameters: got an empty list, expected one pattern of parameter names"),
         ("checkpoints=[]", "checkpoints is an empty list; leave it out to use model.checkpoint"),
         ("checkpoints=[a.pt, a.pt]", "the checkpoint a.pt is listed twice; it would count double"),
         ("index={path: i, rank: 1}", "projection: sparse adds all parameters up; choose two-sided or none"),
-        (
-            "checkpoints=[{path: a.pt, learning_rat: 1.0}]",
-            "influence.checkpoints.0.learning_rat: unknown key; did you mean learning_rate?",
-        ),
-        (
-            "checkpoints=[{path: a.pt, learning_rate: 0}]",
-            "influence.checkpoints.0.learning_rate: got 0, expected more than 0",
-        ),
+        ("checkpoints=[{path: a.pt, learning_rat: 1.0}]", "influence.checkpoints.0.learning_rat: unknown"),
+        ("checkpoints=[{path: a.pt, learning_rate: 0}]", "influence.checkpoints.0.learning_rate: got 0"),
         (
             "queries={path: q.npz, inputs: x, target: null}",
             "influence.queries.target is missing: the measurement 'loss' compares a query's output",
         ),
-        (
-            "queries={path: q.npz, inputs: null}",
-            "inputs is missing: the name of the column that the model reads",
-        ),
-        (
-            "queries={path: q.npz, factory: 'a:b'}",
-            "give one of path, factory, not several",
-        ),
-        (
-            "queries={target: y}",
-            "neither path, dataset, images, factory nor rows, ids, where, worst says what",
-        ),
+        ("queries={path: q.npz, inputs: null}", "inputs is missing: the name of the column that the model"),
+        ("queries={path: q.npz, factory: 'a:b'}", "give one of path, factory, not several"),
+        ("queries={target: y}", "neither path, dataset, images, factory nor rows, ids, where, worst says"),
         ("evaluate={ks: []}", "influence.evaluate.ks: got an empty list, expected at least 1 of them"),
         ("queries.rows=[]", "rows is an empty list; name at least one row"),
         ("queries.rows=[1, 1]", "a row is listed twice in rows"),
         ("queries.rows=[-1]", "influence.queries.rows.0: got -1, expected at least 0"),
         ("method=tracin", "tracin sums over checkpoints of one training run"),
-        (
-            "learning_rates=[0.1, 0.2]",
-            "each learning rate goes with its checkpoint, so that no list can have",
-        ),
+        ("learning_rates=[0.1, 0.2]", "each learning rate goes with its checkpoint, so that no list can"),
         ("index={}", "influence.index.path: missing; it is required"),
-        (
-            "index={path: there, dtype: int4}",
-            "influence.index.dtype: got 'int4', expected one of float64, float32, float16, bfloat16, int8",
-        ),
+        ("index={path: there, dtype: int4}", "influence.index.dtype: got 'int4', expected one of float64"),
         ("index_search=approximate", "index_search: approximate searches an index; name one, in index"),
-        (
-            "index_search=aproximate",
-            "influence.index_search.kind: got 'aproximate', expected one of exact, approximate; did you mean",
-        ),
+        ("index_search=aproximate", "influence.index_search.kind: got 'aproximate', expected one of exact"),
         ("index_search={probes: 3}", "probes is of kind: approximate; set that, or leave them out"),
-        (
-            "index_search={kind: exact, lists: 4, sample: 0}",
-            "lists, sample are of kind: approximate; set that, or leave them out",
-        ),
-        (
-            "index_search={kind: approximate, lists: 4, probes: 5}",
-            "probes: 5 is more than lists: 4",
-        ),
+        ("index_search={kind: exact, lists: 4, sample: 0}", "lists, sample are of kind: approximate; set"),
+        ("index_search={kind: approximate, lists: 4, probes: 5}", "probes: 5 is more than lists: 4"),
         ("index_search={kind: approximate, candidates: 0}", "candidates: got 0, expected at least 1"),
     ],
 )
@@ -217,12 +152,6 @@ def test_tracin_names_the_checkpoints_without_a_learning_rate(tmp_path: Path) ->
 # -- Methods -------------------------------------------------------------------------------------------------
 
 
-def options_error(name: str, **options: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        method_from(MethodConfig(name=name, **options), Path())
-    return str(caught.value)
-
-
 def test_each_method_is_found_by_its_name_with_its_defaults() -> None:
     for name, kind in own_classes(METHODS).items():
         assert method_from(MethodConfig(name=name), Path()) == kind()
@@ -232,22 +161,6 @@ def test_each_method_is_found_by_its_name_with_its_defaults() -> None:
 def test_an_unknown_method_is_reported_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="there is no method 'gradient_dt'; did you mean gradient_dot"):
         MethodConfig(name="gradient_dt")
-
-
-def test_unknown_options_of_a_method_are_reported_with_what_it_takes() -> None:
-    assert (
-        "influence.method: dimensions: unknown option of trak; did you mean dimension? it takes"
-        in options_error("trak", dimensions=3)
-    )
-    assert "influence.method: damping: unknown option of gradient_dot; it takes none" in options_error(
-        "gradient_dot", damping=3
-    )
-
-
-def test_options_of_another_type_are_reported() -> None:
-    assert "influence.method: trak.dimension: got 'many', expected a whole number" in options_error(
-        "trak", dimension="many"
-    )
 
 
 def test_a_method_of_ones_own_is_a_class(tmp_path: Path) -> None:
@@ -267,16 +180,6 @@ def test_a_method_of_ones_own_is_a_class(tmp_path: Path) -> None:
         method_from(MethodConfig(name="own.py:Half"), tmp_path)
 
 
-def test_what_fails_under_a_method_of_ones_own_is_its_mistake_and_not_psgrads() -> None:
-    words = "scoring by the method own.py:Mine raised ZeroDivisionError: division by zero"
-    with pytest.raises(InfluenceError, match=words), errors_of_own_method("own.py:Mine"):
-        1 / 0  # noqa: B018
-    with pytest.raises(ZeroDivisionError), errors_of_own_method("ekfac"):
-        1 / 0  # noqa: B018
-    with pytest.raises(ConfigError, match="known"), errors_of_own_method("own.py:Mine"):
-        raise ConfigError("known")
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -285,10 +188,7 @@ def test_what_fails_under_a_method_of_ones_own_is_its_mistake_and_not_psgrads() 
         (("over_queries=max",), "over_queries: max needs the scores of all rows"),
         (("layers=module",), "layers: module needs the scores of all rows"),
         (("normalize=self_influence",), "normalize: self_influence needs the scores of all rows"),
-        (
-            ("checkpoints=[a.pt, b.pt]",),
-            "approximate finds rows by one inner product, and 2 checkpoints have one each",
-        ),
+        (("checkpoints=[a.pt, b.pt]",), "approximate finds rows by one inner product, and 2 checkpoints"),
     ],
 )
 def test_approximate_search_refuses_what_needs_all_scores(

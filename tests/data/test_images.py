@@ -88,21 +88,6 @@ def test_a_folder_for_each_class(folder: Path) -> None:
     assert load(folder, images="images", class_names=["dog", "cat"]).targets.tolist() == [1, 0, 0]  # type: ignore[union-attr]
 
 
-def test_files_of_a_folder_that_are_no_rows_are_noted(folder: Path) -> None:
-    (folder / "images" / "top.png").write_bytes((folder / "images" / "cat" / "c.png").read_bytes())
-    (folder / "images" / "cat" / "gone.png").symlink_to(folder / "nowhere.png")
-    (folder / "images" / ".DS_Store").write_bytes(b"x")
-    samples = load(folder, images="images")
-    assert len(samples) == 3
-    assert samples.notes[-1] == (
-        "3 files were left out, as no image in the folder of a class by name: cat/gone.png, dog/notes.txt,"
-        " top.png"
-    )
-    for name in ("top.png", "cat/gone.png", "dog/notes.txt"):
-        (folder / "images" / name).unlink()
-    assert not any("left out" in note for note in load(folder, images="images").notes)
-
-
 @pytest.mark.parametrize("name", ["metadata.csv", "metadata.jsonl"])
 def test_a_folder_with_a_metadata_file(folder: Path, name: str) -> None:
     rows = [{"file_name": "dog/b1.png", "y": 2, "uid": "u0"}, {"file_name": "cat/c.png", "y": 0, "uid": "u1"}]
@@ -258,9 +243,7 @@ def test_labels_outside_the_models_own(folder: Path) -> None:
     config = transformers.ViTConfig(id2label={0: "dog", 1: "emu"}, label2id={"dog": 0, "emu": 1})
     with pytest.raises(DataError) as caught:
         load(folder, Pretrained(folder / "model", "image-classification", config), images="images")
-    assert "the label 'cat' in row 0, 1 of 3 rows, is no class\n  expected: one of dog, emu" in str(
-        caught.value
-    )
+    assert "the label 'cat' in row 0, 1 of 3 rows, is no class" in str(caught.value)
 
 
 # -- Modes ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, DataError, ModelError
-from psgrad.user_code import call_factory, module_of, resolve
+from psgrad.user_code import call_factory, resolve
 
 
 def write(folder: Path, text: str, name: str = "code.py") -> str:
@@ -65,10 +65,7 @@ def test_dataclasses_work_in_a_file(tmp_path: Path) -> None:
         ("json:laods", "json has no 'laods'\n  next step: did you mean loads?"),
         ("json:__version__", "json:__version__ is of type str\n  expected: a function or a class"),
         ("json:decoder", "'decoder' in json:decoder is the module json.decoder, not a callable"),
-        (
-            "json:codecs.open",
-            "is the module codecs, not a callable\n  next step: name the module itself: codecs:<callable>",
-        ),
+        ("json:codecs.open", "is the module codecs, not a callable"),
     ],
 )
 def test_what_is_not_there_is_the_configs_mistake(tmp_path: Path, spec: str, expected: str) -> None:
@@ -134,10 +131,7 @@ def test_a_factory_that_raises_names_the_users_line(tmp_path: Path) -> None:
     ("kwargs", "expected"),
     [
         ({"widht": 3}, "missing a required argument: 'width'\n  expected: its arguments are width, depth"),
-        (
-            {"width": 1, "dept": 3},
-            "got an unexpected keyword argument 'dept'\n  expected: its arguments are width, depth",
-        ),
+        ({"width": 1, "dept": 3}, "got an unexpected keyword argument 'dept'"),
     ],
 )
 def test_kwargs_that_do_not_fit_are_the_configs_mistake(
@@ -153,8 +147,3 @@ def test_a_type_error_inside_the_factory_is_the_factorys(tmp_path: Path) -> None
     spec = write(tmp_path, "def build(): return 1 + 'a'\n")
     with pytest.raises(ModelError, match="raised TypeError: unsupported operand"):
         call_factory(f"{spec}:build", tmp_path, {}, raises=ModelError)
-
-
-def test_module_of() -> None:
-    assert module_of("a.b:c.d") == "a.b"
-    assert module_of("C:/x/model.py:build") == "C:/x/model.py"

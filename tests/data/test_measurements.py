@@ -13,7 +13,7 @@ from psgrad.config import LossConfig, MeasurementConfig
 from psgrad.data.loss import resolve_loss
 from psgrad.data.measurements import Measurement, resolve_measurement
 from psgrad.engine.transforms import vmap
-from psgrad.errors import ConfigError, LossError, PsgradError
+from psgrad.errors import ConfigError, LossError
 
 
 def measurement(
@@ -130,8 +130,3 @@ def test_margins_of_several_labels_are_not_held_against_one_another() -> None:
 def test_a_label_to_be_ignored_has_no_margin() -> None:
     found = measurement("margin").criterion.function(torch.tensor([1.0, 2.0, 0.5]), torch.tensor(-100))
     assert float(found) == 0
-
-
-def test_outputs_with_positions_have_no_margin() -> None:
-    with pytest.raises(PsgradError, match=r"the output of one query has shape \(3, 2\)"):
-        measurement("margin").criterion.function(torch.zeros(3, 2), torch.tensor([0, 1]))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from psgrad.errors import ConfigError, DataError, PsgradError
+from psgrad.errors import ConfigError, DataError
 from tests.hugging_face import CHAT_TEMPLATE
 from tests.text_tasks import NAMED, refusal_of, samples_of
 
@@ -72,11 +72,7 @@ def test_chat_labels_are_the_tokens_of_the_assistant(marked: bool, tmp_path: Pat
         (CHAT[:1], CHAT_TEMPLATE, "the chat has no turn of the assistant; its roles: user"),
         ([], CHAT_TEMPLATE, "the chat has no turn of the assistant"),
         (CHAT, None, "the tokenizer has no chat template, and data.messages needs one"),
-        (
-            CHAT,
-            "{{ raise_exception('roles must alternate') }}",
-            "the chat template raised TemplateError: roles",
-        ),
+        (CHAT, "{{ raise_exception('roles must alternate') }}", "the chat template raised TemplateError"),
         (
             CHAT,
             "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
@@ -173,155 +169,69 @@ def test_token_labels_for_each_token_of_a_text(tmp_path: Path) -> None:
     assert target.tolist() == [-100, 2, -100, 0, -100]
 
 
+TOKENIZERS = {"causal-lm": "gpt", "seq2seq-lm": "t5"}
 SQUAD = {"q": "who sat?", "c": "the cat sat on the mat"}
+CLASSIFY = {"text": "t", "target": "y"}
+ASKED = {"text": ["q", "c"], "target": "y"}
+CHOICE = {"text": ["t", "a", "b"], "target": "y"}
+TAGS = "token-classification"
+SHORT = {**CLASSIFY, "max_length": 4}  # as many as the text has: nothing of it is cut
 
 
 @pytest.mark.parametrize(
-    ("task", "row", "data", "kind", "words"),
+    ("task", "row", "data", "words"),
     [
-        ("causal-lm", {"t": " "}, {"text": "t"}, DataError, "the text in 't' is empty"),
-        ("causal-lm", {"t": None}, {"text": "t"}, DataError, "'t' is of type null"),
-        (
-            "causal-lm",
-            {"t": 5},
-            {"text": "t"},
-            DataError,
-            "'t' is of type int64\n  expected: a column of text",
-        ),
-        (
-            "causal-lm",
-            {"t": TEXT},
-            {"text": "t", "target": "t"},
-            ConfigError,
-            "the labels are the text's",
-        ),
-        ("causal-lm", {"t": TEXT}, {"text": ["t", "u"]}, ConfigError, "two columns of text"),
-        (
-            "seq2seq-lm",
-            {"t": TEXT},
-            {"text": "t"},
-            ConfigError,
-            "data.target is missing for the task seq2seq-lm",
-        ),
-        ("image-classification", {"t": TEXT}, {"text": "t"}, ConfigError, "and model.task is image-class"),
-        (
-            "masked-lm",
-            {"t": "the [MASK] sat", "y": "the films sat"},
-            {"text": "t", "target": "y"},
-            DataError,
-            "one mask token stands for a word of several tokens",
-        ),
-        (
-            "token-classification",
-            {"t": ["the", "cat"], "y": [0]},
-            {"text": "t", "target": "y"},
-            DataError,
-            "has 2 words and 1 labels",
-        ),
-        (
-            "token-classification",
-            {"t": [], "y": []},
-            {"text": "t", "target": "y"},
-            DataError,
-            "expected: lists of words, or texts",
-        ),
-        (
-            "token-classification",
-            {"t": "the cat", "y": [0]},
-            {"text": "t", "target": "y"},
-            DataError,
-            "has 1 labels, and its text has 2 tokens",
-        ),
-        (
-            "token-classification",  # the text fills max_length exactly, and nothing of it is cut
-            {"t": "the cat", "y": [0, 1, 1]},
-            {"text": "t", "target": "y", "max_length": 4},
-            DataError,
-            "has 3 labels, and its text has 2 tokens",
-        ),
+        ("causal-lm", {"t": TEXT}, {"text": "t", "target": "t"}, "the labels are the text's"),
+        ("causal-lm", {"t": TEXT}, {"text": ["t", "u"]}, "two columns of text"),
+        ("seq2seq-lm", {"t": TEXT}, {"text": "t"}, "data.target is missing for the task seq2seq-lm"),
+        ("image-classification", {"t": TEXT}, {"text": "t"}, "and model.task is image-class"),
+    ],
+)
+def test_task_refuses_a_config(
+    task: str, row: dict[str, Any], data: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    assert words in refusal_of(ConfigError, tmp_path, task, [row], kind=TOKENIZERS.get(task, "bert"), **data)
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "data", "words"),
+    [
+        ("causal-lm", {"t": " "}, {"text": "t"}, "the text in 't' is empty"),
+        ("causal-lm", {"t": None}, {"text": "t"}, "'t' is of type null"),
+        ("causal-lm", {"t": 5}, {"text": "t"}, "'t' is of type int64"),
+        ("causal-lm", {"t": TEXT, "w": "heavy"}, {"text": "t", "weight": "w"}, "'w' is of type string"),
+        ("causal-lm", {"t": TEXT, "w": 1e300}, {"text": "t", "weight": "w"}, "the weight 'w' is 1e+300 in"),
+        ("causal-lm", {"t": "half an emoji \ud83d"}, {"text": "t"}, "'t' holds half of a character"),
+        ("masked-lm", {"t": "the [MASK] sat", "y": "the films sat"}, CLASSIFY, "one mask token stands for"),
+        (TAGS, {"t": ["the", "cat"], "y": [0]}, CLASSIFY, "has 2 words and 1 labels"),
+        (TAGS, {"t": [], "y": []}, CLASSIFY, "expected: lists of words, or texts"),
+        (TAGS, {"t": "the cat", "y": [0]}, CLASSIFY, "has 1 labels, and its text has 2 tokens"),
+        (TAGS, {"t": "the cat", "y": [0, 1, 1]}, SHORT, "has 3 labels, and its text has 2 tokens"),
         *(
-            (
-                "token-classification",
-                {"t": "the cat", "y": [0, 1, 1]},
-                {"text": "t", "target": "y", "max_length": 4, "truncation": side},
-                DataError,
-                "has 3 labels, and its text has 2 tokens",
-            )
-            for side in ("right", "left")
+            (TAGS, {"t": "the cat", "y": y}, {**SHORT, "truncation": side}, f"has {len(y)} labels, and its")
+            for y, side in (([0, 1, 1], "right"), ([0, 1, 1], "left"), ([0], "right"))
         ),
-        (
-            "token-classification",
-            {"t": "the cat", "y": [0]},
-            {"text": "t", "target": "y", "max_length": 4, "truncation": "right"},
-            DataError,
-            "has 1 labels, and its text has 2 tokens",
-        ),
-        (
-            "token-classification",
-            {"t": ["the", None], "y": [0, 1]},
-            {"text": "t", "target": "y"},
-            DataError,
-            "the word at position 1 is missing\n  expected: a text for each word",
-        ),
-        (
-            "causal-lm",
-            {"t": TEXT, "w": "heavy"},
-            {"text": "t", "weight": "w"},
-            DataError,
-            "'w' is of type string\n  expected: numbers",
-        ),
-        (
-            "causal-lm",
-            {"t": TEXT, "w": 1e300},
-            {"text": "t", "weight": "w"},
-            DataError,
-            "the weight 'w' is 1e+300 in row 0",
-        ),
-        (
-            "causal-lm",
-            {"t": "half an emoji \ud83d"},
-            {"text": "t"},
-            DataError,
-            "'t' holds half of a character",
-        ),
-        (
-            "multiple-choice",
-            {"t": "the cat", "a": "sat", "b": "ran", "y": 2},
-            {"text": ["t", "a", "b"], "target": "y"},
-            DataError,
-            "has the target 2\n  expected: the place of the right choice, from 0 to 1",
-        ),
+        (TAGS, {"t": ["the", None], "y": [0, 1]}, CLASSIFY, "the word at position 1 is missing"),
+        ("multiple-choice", {"t": "the cat", "a": "sat", "b": "ran", "y": 2}, CHOICE, "has the target 2"),
         (
             "question-answering",
             {**SQUAD, "y": {"answer_start": [4], "text": ["sat"]}},
-            {"text": ["q", "c"], "target": "y"},
-            DataError,
+            ASKED,
             "the context has 'cat' at character 4, and the answer is 'sat'",
         ),
         (
             "question-answering",
             {**SQUAD, "y": {"start": 4, "end": 70}},
-            {"text": ["q", "c"], "target": "y"},
-            DataError,
+            ASKED,
             "the answer has the characters 4 to 70, and the context has 22",
         ),
-        (
-            "regression",
-            {"t": TEXT, "y": [1.0, 2.0]},
-            {"text": "t", "target": "y"},
-            DataError,
-            "has 2 numbers in 'y'\n  expected: 1, as many as the model returns",
-        ),
+        ("regression", {"t": TEXT, "y": [1.0, 2.0]}, CLASSIFY, "has 2 numbers in 'y'"),
     ],
 )
-def test_task_refuses(
-    task: str, row: dict[str, Any], data: dict[str, Any], kind: type[PsgradError], words: str, tmp_path: Path
+def test_task_refuses_a_row(
+    task: str, row: dict[str, Any], data: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    tokenizer = {"causal-lm": "gpt", "seq2seq-lm": "t5"}.get(task, "bert")
-    assert words in refusal_of(kind, tmp_path, task, [row], kind=tokenizer, **data)
-
-
-CLASSIFY = {"text": "t", "target": "y"}
+    assert words in refusal_of(DataError, tmp_path, task, [row], kind=TOKENIZERS.get(task, "bert"), **data)
 
 
 def rows(*labels: object) -> list[dict[str, object]]:

@@ -93,12 +93,8 @@ def _on_both(run: Callable[..., Outcome], place: Any, *command: str) -> list[Pat
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
-    return found
+def place(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
+    return influence_place
 
 
 SINGLE = 1e-6 if STRICT else 1e-4  # relative difference in float32: a GPU's kernels are not the CPU's

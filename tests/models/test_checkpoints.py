@@ -401,10 +401,6 @@ def test_one_name_of_a_tied_tensor_is_enough() -> None:
         assert (model.head.weight == 3).all()
 
 
-def test_one_name_of_a_tied_tensor_is_enough_behind_a_prefix() -> None:
-    assert load_into(Tied(), {"module.head.weight": torch.ones(5, 2)}, "model.pt") is not None
-
-
 def test_tied_names_with_two_different_tensors() -> None:
     model = Tied()
     assert (

@@ -107,18 +107,6 @@ def test_tensor_digest_type_and_shape_count() -> None:
         lambda x: x.expand(3, 2, 4),
         lambda x: x.t(),
     ],
-    ids=[
-        "coo",
-        "csr",
-        "csc",
-        "quantised",
-        "quantised per channel",
-        "nested",
-        "jagged",
-        "conjugate",
-        "expanded",
-        "transposed",
-    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_tensor_digest_of_unusual_tensors_is_of_their_numbers(make: Callable[[Tensor], Tensor]) -> None:

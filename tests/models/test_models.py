@@ -83,12 +83,6 @@ def test_with_a_checkpoint(folder: Path) -> None:
     assert loaded.sha256 == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_with_a_key(folder: Path) -> None:
-    torch.save({"ema": {"weight": torch.ones(1, 2), "bias": torch.ones(1)}}, folder / "last.ckpt")
-    loaded = load(folder, "linear", checkpoint="last.ckpt", state_dict_key="ema")
-    assert all((parameter == 1).all() for parameter in loaded.model.parameters())
-
-
 def test_the_hash_of_a_sharded_checkpoint_covers_every_shard(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"weight": "a.safetensors", "bias": "b.safetensors"}}')
@@ -126,17 +120,11 @@ def test_batch_norm_without_running_statistics_is_refused_in_eval_mode_too(folde
 @pytest.mark.parametrize(
     ("factory", "expected"),
     [
-        (
-            "number",
-            "the factory code.py:number returned an object of type int\n  expected: a torch.nn.Module",
-        ),
+        ("number", "the factory code.py:number returned an object of type int"),
         ("empty", "the model of code.py:empty has no parameters"),
         ("frozen", "has only frozen parameters"),
         ("lazy", "the parameter 0.weight has no shape yet"),
-        (
-            "complex_",
-            "the parameter weight is of type torch.complex64\n  expected: real floating-point parameters",
-        ),
+        ("complex_", "the parameter weight is of type torch.complex64"),
         ("float8", "the parameter weight is of type torch.float8_e4m3fn\n  expected: real floating-point"),
         ("meta", "the parameter weight is on the meta device"),
         ("fails", "the factory code.py:fails raised RuntimeError: no such width ("),

@@ -87,13 +87,6 @@ def test_sharded_weights(tmp_path: Path) -> None:
     assert loaded.sha256 != whole.sha256
 
 
-@pytest.mark.long
-def test_a_missing_shard(tmp_path: Path) -> None:
-    tiny_model("causal-lm", tmp_path / "whole").save_pretrained(tmp_path / "model", max_shard_size="8KB")
-    sorted((tmp_path / "model").glob("model-*.safetensors"))[1].unlink()
-    assert "there is no shard" in refusal(ConfigError, tmp_path / "model", "causal-lm")
-
-
 def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
     tiny_model("causal-lm", tmp_path / "model", architecture="gpt2")
     loaded = load(tmp_path / "model", "causal-lm")

@@ -312,9 +312,7 @@ def test_fewer_bits_without_an_adapter_are_refused(tmp_path: Path) -> None:
 def test_a_quantised_parameter_is_not_trained(tmp_path: Path) -> None:
     path = write(tmp_path, "8bit")
     path.write_text(path.read_text() + 'analyze: {trainable: ["*k_proj.weight"]}\n')
-    assert "layers.0.self_attn.k_proj.weight would be trained, and it is kept in" in refusal(
-        ConfigError, path
-    )
+    assert "layers.0.self_attn.k_proj.weight would be trained, and it is kept" in refusal(ConfigError, path)
 
 
 def test_whole_weights_are_not_put_into_fewer_bits(tmp_path: Path) -> None:
@@ -327,14 +325,10 @@ def test_whole_weights_are_not_put_into_fewer_bits(tmp_path: Path) -> None:
     [
         ("factory: a:b, load: 4bit", "", "load belongs to a pretrained model, and there is a factory"),
         ("timm: resnet18, checkpoint: c.pt, load: 8bit", "", "load belongs to a pretrained model"),
-        (
-            "pretrained: a, task: causal-lm, load: 2bit",
-            "",
-            "model.load: got '2bit', expected one of 4bit, 8bit",
-        ),
+        ("pretrained: a, task: causal-lm, load: 2bit", "", "model.load: got '2bit', expected one of 4bit"),
         (
             "pretrained: a, task: causal-lm, load: 4bit",
-            "engine: {parameters: sharded}",
+            "engine: {parameters: offloaded}",
             "model.load: 4bit keeps the weights on the device",
         ),
     ],

@@ -51,21 +51,9 @@ def test_a_pattern_thaws_what_the_factory_froze() -> None:
 @pytest.mark.parametrize(
     ("patterns", "expected"),
     [
-        (
-            ["body.*", "haed.*"],
-            (
-                r"no parameter matches 'haed\.\*'; did you mean head\.\*\?\n  expected: patterns .*:"
-                r" embedding\.weight, body\.0"
-            ),
-        ),
+        (["body.*", "haed.*"], "no parameter matches 'haed\\.\\*'; did you mean head\\.\\*\\?\\n  expected"),
         (["Head.*"], r"no parameter matches 'Head\.\*'; did you mean head\.\*\?"),
-        (
-            ["head"],
-            (
-                r"no parameter matches 'head'.*\n.*\n  next step: a pattern is matched with the whole name:"
-                r" head\.\* is all inside head"
-            ),
-        ),
+        (["head"], "no parameter matches 'head'.*\\n.*\\n  next step: a pattern is matched with the whole"),
         (["head.wieght"], r"did you mean head\.weight\?"),
         (["zzz"], r"no parameter matches 'zzz'\n"),
         ([], "privacy.trainable chooses no parameter"),

@@ -38,18 +38,6 @@ def step_up(p: list[float], q: float) -> list[bool]:
     return [each <= limit for each in p]
 
 
-def test_p_values_by_hand() -> None:
-    reference = np.array([1.0, 2.0, 2.0, 5.0])
-    assert p_values(np.array([6.0, 5.0, 2.0, 1.5, 0.0]), reference).tolist() == [
-        1 / 5,
-        2 / 5,
-        4 / 5,
-        4 / 5,
-        1.0,
-    ]
-    assert p_values(np.array([6.0, 2.0, 0.5]), reference, "lower").tolist() == [1.0, 4 / 5, 1 / 5]
-
-
 @given(SCORES, SCORES, st.sampled_from(["upper", "lower"]))
 def test_p_values_equal_the_count(scores: list[float], reference: list[float], tail: str) -> None:
     result = p_values(np.array(scores), np.array(reference), tail)
@@ -67,28 +55,12 @@ def test_p_values_valid_for_exchangeable_samples(together: list[int]) -> None:
         assert np.mean(np.array(p) <= t) <= t * (1 + 1e-12)
 
 
-def test_p_values_uniform_without_ties() -> None:
-    values = np.random.default_rng(0).permutation(10).astype("float64")
-    p = [p_values(values[[place]], np.delete(values, place))[0] for place in range(10)]
-    np.testing.assert_allclose(sorted(p), np.arange(1, 11) / 10)
-
-
 def test_p_values_by_group() -> None:
     scores, labels = np.array([3.0, 3.0, 3.0, np.nan]), np.array(["a", "b", "c", "a"], dtype=object)
     reference, known = np.array([1.0, 2.0, 9.0, 8.0, 7.0]), np.array(["a", "a", "b", "b", "b"], dtype=object)
     np.testing.assert_array_equal(
         grouped_p_values(scores, labels, reference, known), [1 / 3, 1.0, 1.0, np.nan]
     )
-
-
-@given(
-    st.lists(st.one_of(st.integers(1, 20).map(lambda k: k / 20), st.just(float("nan"))), max_size=12),
-    st.sampled_from([0.05, 0.1, 0.3]),
-)
-def test_q_values_equal_step_up_procedure(p: list[float], q: float) -> None:
-    result = q_values(np.array(p))
-    assert np.isnan(result).tolist() == np.isnan(p).tolist()
-    assert (result <= q * (1 + 1e-12)).tolist() == step_up(p, q)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.integers(0, 3))

@@ -197,11 +197,7 @@ def test_nearest_neighbours_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         ("isolation_forrest", {}, "did you mean isolation_forest?"),
         ("lof", {}, "some of isolation_forest, nearest_neighbours"),
         ("isolation_forest", {"contamination": 0.1}, "a verdict needs analyze.outliers.reference"),
-        (
-            "isolation_forest",
-            {"tree": 5},
-            "did you mean trees? it takes trees, samples_per_tree, unit_length",
-        ),
+        ("isolation_forest", {"tree": 5}, "did you mean trees? it takes trees, samples_per_tree"),
         ("isolation_forest", {"trees": 0}, "got 0 trees, expected at least 1"),
         ("isolation_forest", {"trees": 1.5}, "trees: got 1.5, expected a whole number"),
         ("isolation_forest", {"samples_per_tree": 1}, "got 1 samples_per_tree, expected at least 2"),

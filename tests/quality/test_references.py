@@ -96,19 +96,10 @@ def test_reference_shortened_fingerprints() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            {"model": {"sha256": "xyz", "trainable": 10}, "hashes": {}},
-            'checkpoint was "xyz" and is "abc"',
-        ),
+        ({"model": {"sha256": "xyz", "trainable": 10}, "hashes": {}}, 'checkpoint was "xyz" and is "abc"'),
         ({"model": {"sha256": "abc", "trainable": 9}}, "trainable was 9 and is 10"),
-        (
-            {"config": MANIFEST["config"] | {"loss": {"name": "mse"}}},
-            'loss.name was "mse" and is',
-        ),
-        (
-            {"config": MANIFEST["config"] | {"engine": {"dtype": "bfloat16"}}},
-            'dtype was "bfloat16" and is',
-        ),
+        ({"config": MANIFEST["config"] | {"loss": {"name": "mse"}}}, 'loss.name was "mse" and is'),
+        ({"config": MANIFEST["config"] | {"engine": {"dtype": "bfloat16"}}}, 'dtype was "bfloat16" and is'),
         (
             {"config": MANIFEST["config"] | {"model": {**MANIFEST["config"]["model"], "mode": "train"}}},
             'mode was "train" and is',

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.run import durable_files
 from psgrad.run.gradient_index import GradientIndex
-from tests.crashes import Tell, in_a_child, kill_and_resume, points_of
+from tests.crashes import Tell, kill_and_resume, points_of
 
 DESCRIPTION: dict[str, Any] = {
     "rows": 5,
@@ -90,32 +90,6 @@ def test_gradient_index_killed_repeatedly(tmp_path: Path) -> None:
             )
 
     assert kill_and_resume(go, is_right_in_the_end, tmp_path, [7] * 20) >= 3
-
-
-@pytest.mark.long
-def test_gradient_index_kill_check_finds_write_in_place(tmp_path: Path) -> None:
-    class InPlace(GradientIndex):
-        def write(self, checkpoint: int, shard: int | None, found: Any) -> None:
-            target = self.file(checkpoint, shard)
-            other = tmp_path / "elsewhere"
-            GradientIndex(other, self.description).write(checkpoint, shard, found)
-            durable_files.make_folder(target.parent)
-            with target.open("wb", buffering=0) as file:
-                durable_files.write_all(
-                    file.fileno(), GradientIndex(other, self.description).file(checkpoint, shard).read_bytes()
-                )
-
-    def wrong(path: Path, tell: Tell) -> None:
-        fill(InPlace.resume(path / "index", SMALL), tell)
-
-    points = points_of(wrong, tmp_path / "undisturbed")
-
-    def all_kills() -> None:
-        for at in range(1, points + 1):
-            kill_and_resume(wrong, check, tmp_path / str(at), [at])
-
-    with pytest.raises((AssertionError, OutputError), match="can't be read"):
-        all_kills()
 
 
 # -- Updates -------------------------------------------------------------------------------------------------
@@ -343,15 +317,6 @@ def test_gradient_index_other_format_refused(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(json.dumps({**content, "format": 99}))
     with pytest.raises(OutputError, match="was built by another version of psgrad"):
         GradientIndex.open(tmp_path)
-
-
-def test_gradient_index_killed_process(tmp_path: Path) -> None:
-    GradientIndex.create(tmp_path, DESCRIPTION)
-    ended = in_a_child(lambda tell: fill(GradientIndex.resume(tmp_path, DESCRIPTION), tell), 12)
-    assert ended.killed
-    left = GradientIndex.resume(tmp_path, DESCRIPTION).unwritten()
-    assert 0 < len(left) < 8
-    assert left[0] == tuple(ended.told[-1])
 
 
 def test_gradient_index_flipped_bit(tmp_path: Path) -> None:

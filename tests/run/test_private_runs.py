@@ -104,16 +104,6 @@ def test_private_run_private_file_names(tmp_path: Path) -> None:
         folder.write_bytes("private/NOT_PRIVATE_plots/norms.png", b"")
 
 
-def test_private_run_permissions(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        folder = a_run(tmp_path / "run")
-    finally:
-        os.umask(before)
-    assert (folder.path / "private").stat().st_mode & 0o777 == 0o700
-    assert folder.path.stat().st_mode & 0o077 == 0
-
-
 @pytest.mark.parametrize("private_too", [False, True])
 def test_private_run_permissions_in_a_folder_that_was_open_to_all(tmp_path: Path, private_too: bool) -> None:
     """Whatever the folders were, and whatever the umask."""

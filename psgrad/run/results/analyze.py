@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,6 +160,7 @@ def rows_where(frame: pd.DataFrame, condition: str, option: str) -> np.ndarray[A
     """
     try:
         names = names_in_condition(condition, [str(name) for name in frame])
+        _require_same_types(frame, condition)
         found = frame[names].eval(" ".join(condition.split()), engine="python")
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
@@ -173,3 +175,25 @@ def rows_where(frame: pd.DataFrame, condition: str, option: str) -> np.ndarray[A
             expected="a comparison of a column with a value, such as loss > 2",
         )
     return found.to_numpy(bool)
+
+
+def _require_same_types(frame: pd.DataFrame, condition: str) -> None:
+    """Raises ValueError where a column of numbers is compared with a text, or one of texts with a number:
+    that would be equal in no row, and so choose none, or all.
+    """
+    for comparison in ast.walk(ast.parse(" ".join(condition.split()), mode="eval")):
+        if not isinstance(comparison, ast.Compare):
+            continue
+        operands = [comparison.left, *comparison.comparators]
+        columns = [node.id for node in operands if isinstance(node, ast.Name)]
+        for node in (part for operand in operands for part in ast.walk(operand)):
+            if not isinstance(node, ast.Constant):
+                continue
+            for name in columns:
+                if frame[name].isna().all():
+                    continue
+                numbers = pd.api.types.is_numeric_dtype(frame[name])
+                texts = not numbers and pd.api.types.infer_dtype(frame[name], skipna=True) == "string"
+                if numbers if isinstance(node.value, str) else texts:
+                    kind = "numbers" if numbers else "texts"
+                    raise ValueError(f"{condition!r}: {name} holds {kind}, and {node.value!r} is none")

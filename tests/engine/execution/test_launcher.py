@@ -57,11 +57,9 @@ def test_ranks_divide_the_cores(
     assert [(tmp_path / f"threads-{rank}").read_text() for rank in (0, 1)] == [str(threads)] * 2
 
 
-def test_command_has_its_ranks_divide_the_cores_that_it_may_use(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_command_has_its_ranks_divide_the_cores_that_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "usable_cores", lambda: 7)
     monkeypatch.setattr(launcher, "launch", lambda count, arguments, cores: 40 + cores)
     with pytest.raises(typer.Exit) as left:
-        processes.start(2, tmp_path)
+        processes.start(2)
     assert left.value.exit_code == 47

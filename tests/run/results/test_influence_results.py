@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -127,9 +126,3 @@ def test_carrier_count_by_hand(scores: list[int], share: float) -> None:
 def test_cumulative_influence_of_proponents() -> None:
     np.testing.assert_allclose(cumulative_influence(np.array([1.0, -9.0, 3.0, NAN, 0.0])), [0.75, 1.0])
     assert len(cumulative_influence(np.array([-1.0]))) == 0
-
-
-@pytest.mark.parametrize("k", [1, 3, 9])
-def test_ranked_pairs_fewer_than_k(k: int) -> None:
-    result = _pairs([[2.0, 1.0, -1.0, 0.0]], k)
-    assert result["rank"].tolist() == [*range(1, min(k, 2) + 1), -1]

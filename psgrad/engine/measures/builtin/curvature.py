@@ -28,12 +28,11 @@ from psgrad.engine.transforms import grad, jvp, vmap
 
 @dataclass
 class HessianTopEigenvalue(Measure):
-    """The largest eigenvalue with its sign, as in work on sharpness, not the largest magnitude. The same
-    iterations give the lowest one; the largest magnitude is the larger of both. The first vector is drawn for
-    each sample from the number of its row.
+    """The largest eigenvalue with its sign, as in work on sharpness. The same iterations give the lowest
+    one; the largest magnitude is the larger of both.
 
-    A Ritz value never exceeds the largest eigenvalue (except for rounding). An eigenvalue lies within the
-    residual of it. If the residual is large compared with the value, more iterations are needed.
+    An eigenvalue lies within the residual of the value, which never exceeds the largest one. If the
+    residual is large, more iterations are needed.
 
     Options:
         iterations: Lanczos steps for each sample, at least 2: products with its Hessian, and vectors that are
@@ -108,12 +107,10 @@ _AT_ONCE = 8
 
 @dataclass
 class HessianTrace(Measure):
-    """Estimated by Hutchinson's method: the mean of z'Hz over vectors z of random signs, drawn for each
-    sample from the number of its row.
+    """The mean of z'Hz over vectors z of random signs, drawn for each sample from the number of its row.
 
-    If a model has no more parameters than there are probes, unit vectors are used instead, and the trace is
-    exact. A negative trace says that the loss curves downwards in more directions, or more strongly, than
-    upwards.
+    If a model has no more parameters than there are probes, the trace is exact. A negative one: the
+    loss curves downwards in more directions, or more strongly, than upwards.
 
     Options:
         probes: random vectors for each sample, at least 2. The standard error is divided by the square root

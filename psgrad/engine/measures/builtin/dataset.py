@@ -22,18 +22,15 @@ _ALONG_MEAN = "noise_scale.along_mean"
 
 @dataclass
 class NoiseScale(MeanGradientMeasure):
-    """tr(Sigma) / |G|^2, each estimated without bias, then divided. Undefined if the estimate of |G|^2 is not
-    above zero.
+    """tr(Sigma) / |G|^2, each estimated without bias, then divided. Undefined if the estimate of |G|^2 is
+    not above zero.
 
-    measures.json has `noise_scale` (samples), `square_mean` (|G|^2) and `noise` (tr Sigma) with their
-    intervals, `samples` (n) and `status`: "defined", or "undefined" with the reason. An unbounded end of an
-    interval is null.
+    measures.json has `noise_scale`, `square_mean` (|G|^2) and `noise` (tr Sigma) with their intervals,
+    `samples` (n) and `status`. An unbounded end of an interval is null.
 
-    The interval is of `resamples` bootstrap resamples. A resample averages the samples' jackknife values n T
-    - (n - 1) T_without_i, which are exact and follow from |g_i|^2 and <g_i, gbar>, and adds a normal draw for
-    the term of second order, of variance 2 tr(Sigma^2) / n^2 with tr(Sigma^2) taken as tr(Sigma) times the
-    variance along gbar. In simulations of 200 samples an interval of 95 % holds the true value 90 to 100
-    times in a hundred, most often if |G|^2 is small compared with the noise.
+    The interval is of bootstrap resamples of the samples' exact jackknife values n T - (n - 1)
+    T_without_i, with a normal draw for the term of second order, of variance 2 tr(Sigma^2) / n^2. In
+    simulations of 200 samples an interval of 95 % holds the true value 90 to 100 times in a hundred.
 
     Options:
         resamples: number of bootstrap resamples; 0 for no interval and no second pass.
@@ -161,13 +158,11 @@ _ROUNDINGS = 16
 class CovarianceSpectrum(Measure):
     """The largest eigenvalues of the covariance of the samples' gradients, with their shares of its trace.
 
-    For few samples the eigenvalues are exact: those of the samples' inner products, which are the same except
-    for zeros. They are also exact if projected_gradients keeps the whole gradient. Otherwise they are those
-    of the projected gradients' covariance. Such an eigenvalue, if it is separate from the others, has a
-    `standard_error` of sqrt(2 / dimension) of itself, and is too large by about `lift`, the sum of the other
-    eigenvalues divided by the dimension. Eigenvalues near or below trace / dimension (`floor`) cannot be
-    separated from the rest. The trace is always that of the whole gradients, computed from their norms and
-    their mean.
+    For few samples, or if projected_gradients keeps the whole gradient, they are exact. Otherwise they
+    are those of the projected gradients: one that is separate from the others has a `standard_error` of
+    sqrt(2 / dimension) of itself, and is too large by about `lift` (the sum of the others, by the
+    dimension); those near or below `floor` (trace / dimension) cannot be separated from the rest. The
+    trace is always that of the whole gradients.
 
     Options:
         top: how many eigenvalues are listed.

@@ -142,17 +142,15 @@ _ROUNDINGS = 64
 
 @dataclass
 class SignalToNoise(MeanGradientMeasure):
-    """How much of a sample's gradient in a parameter is common to all samples. The table `parameters` has a
-    row for each parameter tensor.
+    """How much of a sample's gradient in a parameter is common to all samples. The table `parameters` has
+    a row for each parameter tensor.
 
     `signal` is |G|^2 and `noise` tr(Sigma) of the tensor, each without bias; `signal_to_noise` is their
-    ratio, one over the noise scale in this tensor alone. The estimate of a small signal may be below zero:
-    read it as zero.
+    ratio. The estimate of a small signal may be below zero: read it as zero.
 
     With `elements` the same ratio is computed for each number in the tensor, mean squared divided by
-    variance. Its quantiles over the tensor are in the table, or all of them in
-    measures/signal_to_noise.safetensors, in the shape of the parameters. An element whose variance cannot be
-    separated from rounding (one that no sample moves) has none.
+    variance: its quantiles are in the table, or all of them in measures/signal_to_noise.safetensors. An
+    element whose variance cannot be separated from rounding has none.
 
     Options:
         elements: none, quantiles, or array (quantiles too).

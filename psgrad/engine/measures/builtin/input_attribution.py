@@ -199,8 +199,7 @@ class InputGradient(Attribution):
     A map shows the gradient with its sign; for ids, its norm over the entries of the embedding.
 
     Options:
-        of: what is differentiated: loss, or the output for the class of the label (target) or of the model's
-            own prediction (prediction).
+        of: loss, or the output of the label's class (target), or of the predicted one (prediction).
     """
 
     of: Of = "loss"
@@ -213,7 +212,7 @@ class InputGradient(Attribution):
         "Simonyan, Vedaldi, Zisserman: Deep Inside Convolutional Networks: Visualising Image Classification"
         " Models and Saliency Maps (2013), section 3"
     )
-    cost: ClassVar[str] = "a pass of its own, forward and backward, without gradients of parameters"
+    cost: ClassVar[str] = "a pass of its own, without gradients of parameters"
     meanings: ClassVar[dict[str, str]] = {
         "input_gradient": (
             "L2 norm of the gradient in the sample's inputs ({loss} or logit per unit of input)"
@@ -233,8 +232,7 @@ class GradientXInput(Attribution):
     are looked up.
 
     Options:
-        of: what is attributed: loss, or the output for the class of the label (target) or of the model's own
-            prediction (prediction).
+        of: loss, or the output of the label's class (target), or of the predicted one (prediction).
     """
 
     of: Of = "loss"
@@ -247,7 +245,7 @@ class GradientXInput(Attribution):
         "Shrikumar et al.: Not Just a Black Box: Learning Important Features Through Propagating Activation"
         " Differences (2016), section 2.1"
     )
-    cost: ClassVar[str] = "a pass of its own, forward and backward, without gradients of parameters"
+    cost: ClassVar[str] = "a pass of its own, without gradients of parameters"
     meanings: ClassVar[dict[str, str]] = {
         "gradient_x_input": (
             "rise of the loss (or logit) per relative growth of the whole input: the sum over its parts"
@@ -264,16 +262,12 @@ class GradientXInput(Attribution):
 
 @dataclass
 class IntegratedGradients(Attribution):
-    """The mean gradient along the line from the baseline to the input, times their difference. The sum of all
-    parts is the rise of the loss (or logit) from the baseline to the input. The gap is the error of this sum,
-    that is, of the integral.
-
-    If the gap is large compared with the sum of absolute values, use more steps: kinks (ReLU) and steep paths
-    need them.
+    """The mean gradient along the line from the baseline to the input, times their difference. The sum of
+    all parts is the rise of the loss (or logit); the gap is the error of this sum. If it is large, use
+    more steps: kinks (ReLU) and steep paths need them.
 
     Options:
-        of: what is attributed: loss, or the output for the class of the label (target) or of the model's own
-            prediction (prediction).
+        of: loss, or the output of the label's class (target), or of the predicted one (prediction).
         steps: points of the Gauss-Legendre rule along the line, at least 1.
         baseline: the value of every entry of an input at the start of the line, and of every entry of
             embeddings.
@@ -336,15 +330,12 @@ class IntegratedGradients(Attribution):
 
 @dataclass
 class SmoothGrad(Attribution):
-    """The mean of the gradients at noisy copies of the input; for inputs of ids, the noise is added to the
-    embeddings that are looked up.
-
-    The noise is normal, and drawn for each sample from the number of its row. A map shows the mean gradient
-    with its sign; for ids, its norm over the entries of the embedding.
+    """The mean of the gradients at noisy copies of the input; for inputs of ids, of the embeddings. The
+    noise is normal, and drawn for each sample from the number of its row. A map shows the mean gradient
+    with its sign; for ids, its norm.
 
     Options:
-        of: what is differentiated: loss, or the output for the class of the label (target) or of the model's
-            own prediction (prediction).
+        of: loss, or the output of the label's class (target), or of the predicted one (prediction).
         samples: noisy copies of each input, at least 1.
         noise: standard deviation of the noise, as a share of the range of the sample's own values (largest
             minus smallest), more than 0.

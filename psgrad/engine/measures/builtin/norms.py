@@ -247,7 +247,7 @@ class LayerNorms(Measure):
     formula: ClassVar[str] = "|g_i,m|_2, g_i,m the part of g_i in the parameters of layer m"
     unit: ClassVar[str] = "{loss} per unit of parameter"
     source: ClassVar[str] = "the definition; the squares over all layers add up to grad_norm squared"
-    cost: ClassVar[str] = "nothing beyond the pass: the norms are computed anyway"
+    cost: ClassVar[str] = "nothing: the norms are computed anyway"
     meanings: ClassVar[dict[str, str]] = {
         "layer_norm.<layer>": (
             "norm of the sample's gradient in the parameters of this layer ({loss} per unit of parameter)"
@@ -294,9 +294,8 @@ class RelativeNorm(Measure):
     """How far a step of size 1 along this sample's gradient would move the parameters, as a share of their
     norm.
 
-    measures.json has the names of the layers, in the order of `relative_norm_layer`, from 0. A layer whose
-    parameters are all zero has no relative norm. The table `parameters` has the samples' distribution for
-    each parameter.
+    measures.json has the names of the layers. A layer whose parameters are all zero has no relative
+    norm. The table `parameters` has the samples' distribution for each parameter.
     """
 
     name: ClassVar[str] = "relative_norm"
@@ -306,7 +305,7 @@ class RelativeNorm(Measure):
     source: ClassVar[str] = (
         "You, Gitman, Ginsburg: Large Batch Training of Convolutional Networks (2017), section 4, its inverse"
     )
-    cost: ClassVar[str] = "nothing beyond the pass: the norms are computed anyway"
+    cost: ClassVar[str] = "nothing: the norms are computed anyway"
     meanings: ClassVar[dict[str, str]] = {
         "relative_norm": (
             "norm of the gradient over the norm of all parameters ({loss} per squared unit of parameter)"

@@ -23,15 +23,13 @@ LARGEST = 8192
 
 @dataclass
 class NTK(Measure):
-    """The kernel of a linearised model: J_i the gradients of sample i's outputs (logits), a row for each of
-    its C numbers.
+    """The kernel of a linearised model: J_i the gradients of sample i's outputs (logits), a row for each
+    of its C numbers.
 
-    It is computed for some samples, equally many of each class, drawn with the run's seed; samples that are
-    not finite are left out. The kernel [samples x C, samples x C] needs only its own memory: gradients are
-    contracted by their factors. The trace kernel is its mean over outputs, [samples, samples]. The spectrum,
-    the blocks by class and the alignment with the labels are those of the trace kernel; the condition numbers
-    are of both; and each output (logit) has a kernel of its own in the table `outputs`. A condition number is
-    empty if the smallest eigenvalue is only rounding: the kernel then has not full rank.
+    It is of some samples, equally many of each class, drawn with the run's seed. The trace kernel is
+    the mean over outputs; the spectrum, the blocks by class and the alignment with the labels are of
+    it, the condition numbers of both, and the table `outputs` has each output's own kernel. A condition
+    number is empty if the kernel has not full rank.
 
     Options:
         samples: the largest number of samples.

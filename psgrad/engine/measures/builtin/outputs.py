@@ -121,7 +121,7 @@ class ClassOutputs:
 class OutputMeasure(Measure):
     """A measure of the output for the classes of a sample, which needs no gradient."""
 
-    cost: ClassVar[str] = "nothing beyond the pass: it uses the outputs"
+    cost: ClassVar[str] = "nothing: it uses the outputs"
 
     def prepare(self, setting: Setting) -> None:
         require_classes(self, setting)

@@ -38,8 +38,8 @@ class GradientProjection(Measure):
         dimension: columns of the projection; 1 / sqrt(dimension) is the error of a cosine. If a gradient has
             no more numbers than that, nothing is projected.
         kind: 'sparse' (a few instructions for each number), 'rademacher' or 'gaussian' (`dimension` products
-            for each number), or 'none', all numbers of all parameters. There is no two-sided projection: its
-            error differs from layer to layer, and does not follow from the number of columns.
+            for each number), or 'none',
+            all numbers of all parameters.
         save: whether the rows are written to measures/projected_gradients.safetensors, [samples, dimension].
     """
 
@@ -110,14 +110,13 @@ _ROWS = 4096
 
 @dataclass
 class NeighbourDistance(Measure):
-    """The mean distance to the nearest samples in the space of projected gradients, Euclidean and by angle,
-    and the nearest sample.
+    """The mean distance to the nearest samples in the space of projected gradients, Euclidean and by
+    angle, and the nearest sample.
 
-    If there are more than `reference` samples, the neighbours are searched in a random subset of that size,
-    drawn with the run's seed. Time and memory then grow with the samples, not with their square, and
-    distances are longer than among all, for all samples alike. A sample is never its own neighbour. A zero
-    gradient has no angle with others. `distance_error` is the relative error of a distance between
-    projections, at one standard deviation.
+    Of more than `reference` samples, neighbours are searched in a random subset of that size, and
+    distances are longer, for all samples alike. A sample is never its own neighbour. A zero gradient
+    has no angle with others. `distance_error` is the relative error of a distance, at one standard
+    deviation.
 
     Options:
         neighbours: how many; all, if there are fewer.

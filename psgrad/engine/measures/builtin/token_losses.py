@@ -155,11 +155,10 @@ class TokenLoss(_TokenMeasure):
 class TokenShare(_TokenMeasure):
     """Each token's share of the squared norm of its sample's gradient.
 
-    The gradient of a weight that is applied at every token is a sum over tokens, g = sum_t g_t, and the share
-    of a token is <g_t, g> / |g|^2, summed over the weights. A negative share is of a token that is against
-    the others. The shares of a sample sum to one without the parameters that are not applied token by token,
-    and without biases and scales of norms, whose factors are not kept: the column `token_share_rest` is what
-    these have. A weight that is applied to the tokens more than once in a model is among them.
+    The gradient of a weight that is applied at every token is a sum over tokens, g = sum_t g_t, and the
+    share of a token is <g_t, g> / |g|^2, summed over the weights. A negative share is of a token that
+    is against the others. Parameters that are not applied token by token, biases and scales of norms
+    have the rest, `token_share_rest`.
     """
 
     name: ClassVar[str] = "token_share"
