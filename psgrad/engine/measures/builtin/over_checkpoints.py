@@ -77,8 +77,8 @@ class CheckpointOutputs(Measure):
 
 
 class CheckpointColumns:
-    """Loss, norm and the kept part of the output at checkpoint t, as columns [k, 1], which the table of samples
-    leaves out.
+    """Loss, norm and the kept part of the output at checkpoint t, as columns [k, 1], which are not columns of
+    the table of samples.
     """
 
     needs_factors = False
