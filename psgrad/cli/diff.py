@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 class DiffFormat(StrEnum):
     terminal = "terminal"
     json = "json"
-    csv = "csv"
     markdown = "markdown"
 
 

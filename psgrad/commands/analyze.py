@@ -18,7 +18,7 @@ from psgrad.commands.analyze_tables import (
     result_of,
     top_inputs,
 )
-from psgrad.commands.analyze_verdict import Judging
+from psgrad.commands.analyze_verdict import OutlierRule
 from psgrad.commands.check import GateFiles, check_samples, gate_files
 from psgrad.commands.class_names import label_facts_of
 from psgrad.commands.completion import completed_for_analyze
@@ -41,7 +41,7 @@ from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.errors import ConfigError, DistributedError
 from psgrad.quality.gates import share_of
-from psgrad.quality.judging import Judged
+from psgrad.quality.judging import OutlierTable
 from psgrad.quality.references import Reference
 from psgrad.run import RunFolder
 from psgrad.run.finished import load_run
@@ -145,7 +145,7 @@ class Analysis:
     setup: Setup
     setting: Setting
     every: list[Measure]
-    judging: Judging
+    judging: OutlierRule
     in_dataset: int
     limit: int | float | None
     sample: bool
@@ -208,7 +208,7 @@ class Analysis:
         return parameter_table(self.norms, self.setup.objective.params), measures
 
     def shown(
-        self, judged: Judged, measures: dict[str, MeasureResult]
+        self, judged: OutlierTable, measures: dict[str, MeasureResult]
     ) -> tuple[list[TopSample], dict[int, str], frozenset[int]]:
         """(the inputs of the first ranks, the text of each id in maps of attribution, those ids that are part
         of no text); all empty where the config leaves inputs out.
@@ -220,7 +220,7 @@ class Analysis:
         words = vocabulary_of(samples, measures.values())
         return inputs, words, samples.special_tokens() if words else frozenset()
 
-    def facts(self, measured: Measured, judged: Judged, run: Run[Processes]) -> dict[str, Any]:
+    def facts(self, measured: Measured, judged: OutlierTable, run: Run[Processes]) -> dict[str, Any]:
         """What the manifest says of the finished passes, by the names of its parts."""
         setup, frame, size = self.setup, judged.frame, run.processes.parts or run.processes.size
         return {
@@ -265,7 +265,7 @@ def load_analysis(config: Config, limit: int | float | None, sample: bool, run: 
         read_ahead(setup.samples, count, progress)
     setup = setup.with_rows_described()
     setting, every = prepare(setup, measures, count, partial(run.say, "samples"))
-    judging = Judging(setup, measures)
+    judging = OutlierRule(setup, measures)
     if processes.leads:
         judging.read_ahead(progress)
     analysis = Analysis(setup, setting, every, judging, in_dataset, limit, sample)

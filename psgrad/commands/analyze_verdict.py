@@ -21,17 +21,10 @@ from psgrad.data.derived import DrawnSamples
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
+from psgrad.quality.baselines import read_baseline, read_reference
 from psgrad.quality.detector import detector_from
-from psgrad.quality.gates import read_baseline
-from psgrad.quality.judging import Judged, judge
-from psgrad.quality.references import (
-    Reference,
-    measured_as,
-    read_reference,
-    reference_of,
-    require_comparable,
-    scored_by,
-)
+from psgrad.quality.judging import OutlierTable, judge
+from psgrad.quality.references import Reference, measured_as, reference_of, require_comparable, scored_by
 from psgrad.run import RunFolder
 from psgrad.run.finished import finished_manifest, load_run
 from psgrad.run.progress import read_ahead
@@ -46,7 +39,7 @@ _RELATIVE = ("neighbour_distance",)
 _RELATIVE_COLUMNS = ("vog_z",)
 
 
-class Judging:
+class OutlierRule:
     """Decides which samples of a run are outliers, by its config.
 
     Everything is checked when the object is made, before anything is measured. Raises ConfigError and
@@ -99,7 +92,7 @@ class Judging:
         if self._trusted is not None:
             read_ahead(self._trusted.samples, len(self._trusted.samples), say)
 
-    def judge(self, measured: Measured, reference: Reference | None) -> Judged:
+    def judge(self, measured: Measured, reference: Reference | None) -> OutlierTable:
         """The verdict on what was measured, against the trusted samples."""
         frame = measured.table
         if self._of_data is not None and self._units is not None:

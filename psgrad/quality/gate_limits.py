@@ -8,9 +8,9 @@ import pandas as pd
 
 from psgrad.config import GateConfig
 from psgrad.config.analysis import OutlierConfig
+from psgrad.quality.conformal import resolution, resolution_words
 from psgrad.quality.findings import counts_of
-from psgrad.quality.gates import evaluate, resolution_words
-from psgrad.quality.judging import resolution
+from psgrad.quality.gates import evaluate
 from psgrad.quality.references import ALL
 from psgrad.run.results.manifest import OutlierCounts, OutlierFacts
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.config import did_you_mean
-from psgrad.errors import ConfigError, DataError
+from psgrad.errors import ConfigError
 from psgrad.run.identity import require_same
 from psgrad.run.results.manifest import RunManifest
 
@@ -126,13 +126,8 @@ def robust_z(log_norms: Array, labels: Array) -> tuple[Array, dict[str, str]]:
     return z, without
 
 
-SAVED_ROWS = 20_000
-"""How many rows of a reference a baseline holds at most; more would not tell more outliers apart than 1 in
-2,000 at a rate of 0.1.
-"""
-
 # Fingerprints are digests: of these many digits, two of a million samples agree by chance once in 10^7 runs.
-_DIGITS = 16
+DIGITS = 16
 
 
 def scored_by(score: str, detectors: Iterable[str]) -> str:
@@ -172,9 +167,9 @@ class Reference:
         A fingerprint is that of the id if there is one: a sample that was changed since has its old id and
         another score.
         """
-        own_scores = pd.Series(self.scores, index=[str(each)[:_DIGITS] for each in self.fingerprints])
+        own_scores = pd.Series(self.scores, index=[str(each)[:DIGITS] for each in self.fingerprints])
         own_scores = own_scores[~own_scores.index.duplicated() & (own_scores.index != "")]
-        mine = own_scores.reindex([str(each)[:_DIGITS] for each in fingerprints]).to_numpy("float64")
+        mine = own_scores.reindex([str(each)[:DIGITS] for each in fingerprints]).to_numpy("float64")
         same: npt.NDArray[np.bool_] = np.isclose(mine, scores.astype("float64"), rtol=1e-4, atol=0.0)
         return same
 
@@ -283,80 +278,3 @@ def code_changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
         names = [name for name in {**before, **files} if before.get(name) != files.get(name)]
         changes += [f"{', '.join(names)} of {part}"] if names else []
     return [*changes, *(["classes or attributes of the model's modules"] if "modules" in changed else [])]
-
-
-def saved_reference(samples: pd.DataFrame, run: RunManifest) -> dict[str, Any]:
-    """The scores of a finished run for a baseline, as plain values: of all samples with one.
-
-    Of more than SAVED_ROWS those with the smallest fingerprints stay, which is a random choice: a fingerprint
-    is a digest. Flagged samples stay, too: a reference without the large scores would flag sound samples.
-    """
-    outliers = run.setting("analyze", "outliers") or {}
-    score = scored_by(
-        outliers.get("score", "grad_norm"), [each["name"] for each in outliers.get("detectors", [])]
-    )
-    by = outliers.get("group_by")
-    whole = reference_of(samples, score, by, "run", "")
-    scored = np.flatnonzero(~np.isnan(whole.scores))
-    chosen = np.sort(scored[np.argsort(whole.fingerprints[scored], kind="stable")[:SAVED_ROWS]])
-    groups = {
-        str(label): {
-            "scores": whole.scores[rows].tolist(),
-            "fingerprints": [str(each)[:_DIGITS] for each in whole.fingerprints[rows]],
-        }
-        for label in sorted(set(whole.labels[chosen].tolist()))
-        for rows in [chosen[whole.labels[chosen] == label]]
-    }
-    return {
-        "score": score,
-        "tail": outliers.get("tail", "upper"),
-        "group_by": by,
-        "measured_as": measured_as(run),
-        "versions": {name: run.versions.get(name) for name in ("psgrad", "torch")},
-        "samples": len(samples),
-        "nonfinite": len(samples) - len(scored),
-        "groups": groups,
-    }
-
-
-def read_reference(content: Mapping[str, Any], source: str, score: str, by: str | None) -> Reference:
-    """The reference that a baseline holds, for judging by this score within these groups.
-
-    Raises DataError where it is not as `saved_reference` made it, ConfigError where it has another score or
-    other groups.
-    """
-    try:
-        groups = content["groups"]
-        parts = [
-            (str(label), np.asarray(group["scores"], "float64"), group["fingerprints"])
-            for label, group in groups.items()
-        ]
-        theirs, their_groups, nonfinite = content["score"], content["group_by"], int(content["nonfinite"])
-        fit = all(scores.ndim == 1 and len(scores) == len(prints) for _, scores, prints in parts)
-        if not fit or not isinstance(theirs, str):
-            raise ValueError("scores and fingerprints are not in step")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"the reference in {source} can't be read: {type(error).__name__}: {error}",
-            expected="a baseline as psgrad baseline save writes it",
-            next_step="save the baseline again",
-        ) from error
-    for what, has, wanted in (("score", theirs, score), ("group_by", their_groups, by)):
-        if has != wanted:
-            raise ConfigError(
-                f"the baseline {source} holds a reference with {what} {has}, and analyze.outliers.{what} is"
-                f" {wanted}",
-                next_step=(
-                    f"set analyze.outliers.{what} to {'null' if has is None else has}, or save the baseline"
-                    f" of a run with {wanted}"
-                ),
-            )
-    caveats = (f"{nonfinite} samples of the reference had no score, and are not in it",) if nonfinite else ()
-    return Reference(
-        "baseline",
-        source,
-        np.concatenate([np.empty(0), *(scores for _, scores, _ in parts)]),
-        np.array([label for label, scores, _ in parts for _ in scores], dtype=object),
-        np.array([str(each) for _, _, prints in parts for each in prints], dtype=object),
-        caveats=caveats,
-    )

@@ -1,43 +1,34 @@
-"""The figures of a report: one function a plot, data frames in, a `Plot` out."""
+"""The figures of an analyze run: one function a plot, data frames in, a `Plot` out."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from psgrad.reports.drawing import (
+from psgrad.reports.figures import (
     DARK,
     DASHES,
+    MAX_GROUPS,
     REST,
     REVIEW,
-    WIDTH_IN,
     Plot,
+    count_axis,
     figure_with_axes,
     figure_with_panels,
     legend_above,
-    letters_in,
-    line_height,
     log_bins,
     name_rows,
-    place_picture,
-    place_words,
     rows_height,
     say_empty,
-    sheet,
+    styled,
 )
 from psgrad.reports.loss_against_norm import MAX_POINTS, NORM_AXIS, drawable, loss_against_norm
 from psgrad.reports.outliers import LISTED, listed_words
-from psgrad.reports.pictures import PICTURE_NOTE, to_rgb
-from psgrad.reports.ticks import count_axis, log_axis
-from psgrad.reports.words import count, identifier, label, number, percent, shorten_middle
-from psgrad.run.results import AnalyzeResult, TopSample, has_classes, top_samples
-from psgrad.wording import common_prefix, correlation, parameter_names, prefix_note, shorten_apart
+from psgrad.reports.words import count, label, number, percent, shorten_middle
+from psgrad.run.results import AnalyzeResult, has_classes
+from psgrad.wording import common_prefix, correlation, parameter_names, prefix_note
 
-MAX_GROUPS = 30  # classes or parameters in one figure: more can't be read
 MAX_MARKS = 250  # single samples drawn as vectors
-MAX_PICTURES = 24
 
 
 def draw_plots(result: AnalyzeResult) -> list[Plot]:
@@ -54,11 +45,10 @@ def draw_plots(result: AnalyzeResult) -> list[Plot]:
         plots.append(norms_per_class(samples, names, listed))
     if len(result.parameters):
         plots.append(norms_per_layer(result.parameters))
-    if any(sample.image is not None for sample in result.top_inputs):
-        plots.append(top_sheet(samples, result.top_inputs, names))
     return plots
 
 
+@styled
 def norm_histogram(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
     """How the norms are distributed (log axis), with those that are listed marked and every row that can't be
     drawn counted.
@@ -76,9 +66,7 @@ def norm_histogram(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
         # One outline each, as a bar a bin takes ten times as long.
         axes.stairs(counts - reviewed, bins, fill=True, color=REST, label="other samples")
         axes.stairs(counts, bins, baseline=counts - reviewed, fill=True, color=REVIEW, label=listed)
-        log_axis(axes, "x")
-        axes.set_xlim(bins[0], bins[-1])
-        axes.set(xlabel=NORM_AXIS, ylabel="samples per bin")
+        axes.set(xscale="log", xlim=(bins[0], bins[-1]), xlabel=NORM_AXIS, ylabel="samples per bin")
         begins = bool(review.any() and not review.all() and norm[review].min() >= norm[~review].max())
         if begins:
             axes.axvline(norm[review].min(), color=REVIEW, linewidth=1, linestyle=DASHES)
@@ -108,6 +96,7 @@ def norm_histogram(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
     return Plot("norm_histogram", "Gradient norms", caption + not_drawn, figure, alt=alt)
 
 
+@styled
 def norm_against_length(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
     """Each sample's norm against how many of its positions count, with the median norm along the length."""
     drawn, not_drawn = drawable(samples, ["grad_norm", "length"])
@@ -119,21 +108,21 @@ def norm_against_length(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
     for rows, colour, words in ((drawn[~review], REST, "other samples"), (drawn[review], REVIEW, listed)):
         some = rows if len(rows) <= MAX_POINTS else rows.sample(MAX_POINTS, random_state=0)
         points = axes.scatter(some["length"], some["grad_norm"], s=16, color=colour, label=words)
-        points.set(alpha=0.7, linewidths=0)
+        points.set(alpha=0.7, linewidths=0, rasterized=True)
     bins = pd.qcut(drawn["length"], min(12, drawn["length"].nunique()), duplicates="drop")
     middle = drawn.groupby(bins, observed=True)[["length", "grad_norm"]].median()
     axes.plot(middle["length"], middle["grad_norm"], color=DARK, label="median along the length")
-    axes.set(xlabel="length (positions that count)", ylabel="gradient norm (log scale)")
-    log_axis(axes, "y")
+    axes.set(xlabel="length (positions that count)", yscale="log", ylabel="gradient norm (log scale)")
     legend_above(axes)
     spearman = correlation(drawn["length"].rank().corr(drawn["grad_norm"].rank()))
     many = f" At most {MAX_POINTS:,} samples of each colour are drawn." if len(drawn) > MAX_POINTS else ""
     caption = f"One point a sample; rank correlation of length and norm (Spearman): {spearman}.{many} "
     alt = f"Gradient norm against length of {count(len(drawn))}; their rank correlation is {spearman}."
     title = "Gradient norm against length"
-    return Plot("norm_against_length", title, caption + not_drawn, figure, vector=False, alt=alt)
+    return Plot("norm_against_length", title, caption + not_drawn, figure, alt=alt)
 
 
+@styled
 def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None, listed: str = LISTED) -> Plot:
     """The norms of each class: median, middle half, middle 90 %, and the samples that are listed."""
     drawn, not_drawn = drawable(samples, ["grad_norm"])
@@ -156,7 +145,7 @@ def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None, listed
         half = spread[0.75] - spread[0.25]
         axes.barh(rows, half, left=spread[0.25], height=0.5, color=REST, alpha=0.55)
         axes.vlines(spread[0.5], rows - 0.32, rows + 0.32, color=DARK, linewidth=2)
-        log_axis(axes, "x")
+        axes.set_xscale("log")
         review = drawn[drawn["is_outlier_issue"] & drawn["target"].isin(spread.index)]
         if len(review) > MAX_MARKS:
             caption += f"Of these only the {MAX_MARKS} with the largest norms are drawn. "
@@ -184,6 +173,7 @@ def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None, listed
     return Plot("norms_per_class", "Gradient norms per class", caption + not_drawn, figure, alt=alt)
 
 
+@styled
 def norms_per_layer(parameters: pd.DataFrame) -> Plot:
     """For each parameter the spread of its own per-sample norms, and its share of the mean squared norm."""
     shown = parameters
@@ -206,7 +196,7 @@ def norms_per_layer(parameters: pd.DataFrame) -> Plot:
             drawn.index, drawn["q05"].clip(lower=floor), drawn["q95"], color=REST, linewidth=2.5, alpha=0.55
         )
         axes.scatter(drawn["median"].clip(lower=floor), drawn.index, s=26, color=REST, zorder=3)
-        log_axis(axes, "x")
+        axes.set_xscale("log")
     else:
         say_empty(axes)
     shares.barh(np.arange(len(shown)), 100 * shown["share"].fillna(0), height=0.6, color=REST)
@@ -225,32 +215,3 @@ def norms_per_layer(parameters: pd.DataFrame) -> Plot:
             f" {shorten_middle(str(most['parameter']), 100)}."
         )
     return Plot("norms_per_layer", "Gradient norms per layer", caption, figure, alt=alt)
-
-
-def top_sheet(samples: pd.DataFrame, inputs: list[TopSample], class_names: list[str] | None) -> Plot:
-    """The pictures of the first ranks, each with its label, the model's prediction and its gradient norm."""
-    rows = {row["id"]: row for row in top_samples(samples, len(inputs)).to_dict("records")}
-    shown = [sample for sample in inputs if sample.image is not None][:MAX_PICTURES]
-    columns = min(6, max(len(shown), 4))
-    cell = WIDTH_IN / columns
-    ids = shorten_apart([identifier(sample.id) for sample in shown], letters_in(cell - 0.08, 7.5))
-    words = [
-        [name, *_sheet_words(rows.get(sample.id), class_names)]
-        for name, sample in zip(ids, shown, strict=True)
-    ]
-    side, caption_height = cell - 0.14, max(map(len, words)) * line_height(7.5)
-    figure, axes = sheet(-(-len(shown) // columns) * (side + caption_height + 0.16))
-    for place, (sample, lines) in enumerate(zip(shown, words, strict=True)):
-        assert sample.image is not None
-        left, top = place % columns * cell, place // columns * (side + caption_height + 0.16)
-        place_words(axes, lines, left + 0.04, top, cell - 0.08)
-        place_picture(axes, to_rgb(sample.image), left + 0.07, top + caption_height + 0.06, side)
-    caption = f"The first {len(shown)} ranks that are pictures. " + PICTURE_NOTE
-    return Plot("top_sheet", "The top samples", caption, figure, vector=False, alt=caption)
-
-
-def _sheet_words(row: dict[Any, Any] | None, class_names: list[str] | None) -> list[str]:
-    if row is None:
-        return []
-    truth, guess = (label(row.get(column), class_names) for column in ("target", "prediction"))
-    return [f"label {truth}", f"model {guess}", f"norm {number(row['grad_norm'])}"]

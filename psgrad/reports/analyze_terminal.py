@@ -98,7 +98,7 @@ def nonfinite_words(result: AnalyzeResult) -> str | None:
     bad = nonfinite_ids(result.samples)
     if not len(bad):
         return None
-    names = ", ".join(map(identifier, bad.head(MAX_NAMED)))
+    names = ", ".join(map(identifier, bad[:MAX_NAMED]))
     more = f" and {len(bad) - MAX_NAMED:,} more (status: nonfinite)" if len(bad) > MAX_NAMED else ""
     return f"warning: not finite, in loss or gradient: {names}{more}"
 

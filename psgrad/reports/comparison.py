@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from markupsafe import Markup
-from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
 from psgrad.reports.ci_text import clean, code, plain
-from psgrad.reports.drawing import DARK, DASHES, QUIET, REST, Plot, figure_with_axes, say_empty
+from psgrad.reports.figures import DASHES, QUIET, REST, Plot, binned, figure_with_axes, say_empty, styled
 from psgrad.reports.outliers import score_words
-from psgrad.reports.sections import Facts, Page, Section, Text, image, render
-from psgrad.reports.tables import Table, TableColumn, table
+from psgrad.reports.page import render_template
+from psgrad.reports.tables import Table, TableColumn, number_column, table
 from psgrad.reports.terminal import print_table, write_json
-from psgrad.reports.ticks import log_axis
-from psgrad.reports.words import MISSING, count, identifier, number, percentile
+from psgrad.reports.words import MISSING, count, identifier, percentile
 from psgrad.run.results.findings import Comparison
 from psgrad.wording import correlation
-
-FORMATS = ("terminal", "json", "csv", "markdown")
 
 TITLES = {"rose": "Rose most", "fell": "Fell most", "came": "Came", "went": "Went"}
 
 
 def render_comparison(result: Comparison, style: str) -> str:
-    """A comparison in one of FORMATS."""
-    return {"terminal": _terminal, "json": _json, "csv": _csv, "markdown": _markdown}[style](result)
+    """A comparison in one of the formats 'terminal', 'json' and 'markdown'."""
+    return {"terminal": _terminal, "json": _json, "markdown": _markdown}[style](result)
 
 
 def sentences(result: Comparison) -> list[str]:
@@ -59,42 +51,42 @@ def tables(result: Comparison) -> list[Table]:
         rows = result.changes[result.changes["change"] == change].to_dict("records")
         if rows:
             caption = f"{title} ({len(rows):,} of {result.counts[change]:,})"
-            found.append(table(change, caption, _CHANGES, rows, tall=False))
+            found.append(table(change, caption, _CHANGES, rows))
     if len(result.groups):
         rows = result.groups.to_dict("records")
-        found.append(table("groups", "Groups, the least alike first", _GROUPS, rows, tall=False))
+        found.append(table("groups", "Groups, the least alike first", _GROUPS, rows))
     return found
 
 
-def _number(words: str, key: str) -> TableColumn:
-    return TableColumn(words, lambda row: number(row[key]), True)
+def _percentile(value: float) -> str:
+    return MISSING if pd.isna(value) else percentile(value)
 
 
-def _percentile(words: str, key: str) -> TableColumn:
-    return TableColumn(words, lambda row: MISSING if pd.isna(row[key]) else percentile(row[key]), True)
+def _moved(value: float) -> str:
+    return MISSING if pd.isna(value) else f"{value:+.2f}"
 
 
-def _count(words: str, key: str) -> TableColumn:
-    return TableColumn(words, lambda row: f"{row[key]:,}", True)
+def _whole(value: int) -> str:
+    return f"{value:,}"
 
 
 _CHANGES = (
     TableColumn("sample", lambda row: clean(identifier(row["id"])), key="id"),
-    _number("score in A", "score_a"),
-    _number("score in B", "score_b"),
-    _percentile("percentile in A", "percentile_a"),
-    _percentile("percentile in B", "percentile_b"),
-    TableColumn("moved", lambda row: MISSING if pd.isna(row["moved"]) else f"{row['moved']:+.2f}", True),
-    TableColumn("list", lambda row: row["list"], True),
+    number_column("score_a", "score in A"),
+    number_column("score_b", "score in B"),
+    number_column("percentile_a", "percentile in A", write=_percentile),
+    number_column("percentile_b", "percentile in B", write=_percentile),
+    number_column("moved", "moved", write=_moved),
+    number_column("list", "list", write=str),
 )
 _GROUPS = (
     TableColumn("group", lambda row: clean(identifier(row["group"])), key="id"),
-    _count("samples", "samples"),
-    TableColumn("rank correlation", lambda row: correlation(row["spearman"]), True),
-    _number("median in A", "median_a"),
-    _number("median in B", "median_b"),
-    _count("entered", "entered"),
-    _count("left", "left"),
+    number_column("samples", "samples", write=_whole),
+    number_column("spearman", "rank correlation", write=correlation),
+    number_column("median_a", "median in A"),
+    number_column("median_b", "median in B"),
+    number_column("entered", "entered", write=_whole),
+    number_column("left", "left", write=_whole),
 )
 
 
@@ -130,28 +122,6 @@ def _plain_values(row: dict[Hashable, Any]) -> dict[str, Any]:
     return found | {key: int(found[key]) for key in ("row_a", "row_b") if found.get(key) is not None}
 
 
-_FORMULA_STARTS = ("=", "+", "-", "@")
-
-
-def cell(value: object) -> object:
-    """A cell of a csv file that no spreadsheet runs as a formula."""
-    if value is None or isinstance(value, int):
-        return value
-    text = clean(str(value), 1000)
-    return f"'{text}" if text.lstrip().startswith(_FORMULA_STARTS) else text
-
-
-def _csv(result: Comparison) -> str:
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(result.changes.columns)
-    for row in result.changes.to_dict("records"):
-        writer.writerow(
-            [cell(value) if isinstance(value, str) else value for value in _plain_values(row).values()]
-        )
-    return lines.getvalue()
-
-
 def _markdown(result: Comparison) -> str:
     lines = [
         f"### psgrad diff {code(clean(result.a))} {code(clean(result.b))}",
@@ -168,7 +138,6 @@ def _markdown(result: Comparison) -> str:
 
 
 MAX_POINTS = 4000  # above, they are binned
-_BINS = 160
 _HEADLINE = {
     "common": "samples in both",
     "came": "came",
@@ -178,6 +147,7 @@ _HEADLINE = {
 }
 
 
+@styled
 def draw_comparison(result: Comparison) -> Plot:
     """Each common sample's score in B against that in A; on the line nothing has changed."""
     a, b = (result.common[column].to_numpy(float) for column in ("score_a", "score_b"))
@@ -187,19 +157,13 @@ def draw_comparison(result: Comparison) -> Plot:
         say_empty(axes, "no sample has a finite score in both")
     else:
         low, high = min(a.min(), b.min()), max(a.max(), b.max())
+        if log:
+            axes.set(xscale="log", yscale="log")
         axes.plot([low, high], [low, high], color=QUIET, linewidth=0.9, linestyle=DASHES, zorder=1)
         if len(a) <= MAX_POINTS:
-            axes.scatter(a, b, s=9, color=REST, alpha=0.6, linewidths=0, zorder=2)
+            axes.scatter(a, b, s=9, color=REST, alpha=0.6, linewidths=0, zorder=2, rasterized=True)
         else:
-            edges = np.geomspace(low, high, _BINS) if log else np.linspace(low, high, _BINS)
-            colours = LinearSegmentedColormap.from_list("", [REST + "55", DARK])
-            binned = np.histogram2d(a, b, bins=[edges, edges])[0].T
-            drawn = axes.pcolormesh(
-                edges, edges, np.where(binned > 0, binned, np.nan), norm=LogNorm(), cmap=colours, zorder=2
-            )
-            figure.colorbar(drawn, ax=axes, label="samples per bin (log scale)")
-        if log:
-            log_axis(axes, "x", "y")
+            figure.colorbar(binned(axes, a, b), ax=axes, label="samples per bin (log scale)")
         scale = " (log scale)" if log else ""
         axes.set_xlabel(f"{score_words(clean(result.score))} in A{scale}", parse_math=False)
         axes.set_ylabel(f"{score_words(clean(result.score))} in B{scale}", parse_math=False)
@@ -207,26 +171,23 @@ def draw_comparison(result: Comparison) -> Plot:
         f"{count(len(a))} that are in both runs and have a score in both. On the line nothing has changed. "
     )
     alt = f"{clean(result.score)} in run B against run A; {sentences(result)[1]}."
-    return Plot("comparison", "Score in B against A", caption, figure, vector=False, alt=alt)
+    return Plot("comparison", "Score in B against A", caption, figure, alt=alt)
 
 
 def render_page(result: Comparison) -> str:
     """The comparison as HTML."""
-    plot, (a, b) = draw_comparison(result), (clean(result.a), clean(result.b))
-    warnings = [Text(Markup("<b>Warning:</b> {}").format(clean(each))) for each in result.warnings]
-    figures = [(f"{result.counts[key]:,}", words) for key, words in _HEADLINE.items()]
-    facts = Facts([("Run A", a), ("Run B", b), ("Score", score_words(clean(result.score)))])
-    return render(
-        Page(
-            title="Two runs compared",
-            what=Markup("<bdi>{}</bdi> (A) and <bdi>{}</bdi> (B)").format(a, b),
-            private="Scores tell about single samples.",
-            headline=[(correlation(result.spearman), "rank correlation (Spearman)"), *figures],
-            sections=[
-                Section("In short", [*map(Text, sentences(result)), *warnings]),
-                Section(plot.title, [replace(image(plot), title="")]),
-                *(Section(each.caption, [each]) for each in tables(result)),
-                Section("This run", [facts]),
-            ],
-        )
+    return render_template(
+        "comparison.html",
+        title="Two runs compared",
+        a=clean(result.a),
+        b=clean(result.b),
+        score=score_words(clean(result.score)),
+        headline=[
+            (correlation(result.spearman), "rank correlation (Spearman)"),
+            *((f"{result.counts[key]:,}", words) for key, words in _HEADLINE.items()),
+        ],
+        sentences=sentences(result),
+        warnings=[clean(each) for each in result.warnings],
+        plot=draw_comparison(result),
+        tables=tables(result),
     )

@@ -8,21 +8,22 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from psgrad.reports.drawing import (
+from psgrad.reports.evaluation import method_name, ordered
+from psgrad.reports.figures import (
     DARK,
     DASHES,
     QUIET,
     REST,
     REVIEW,
     Plot,
+    count_axis,
     figure_with_axes,
     legend_above,
     name_rows,
     rows_height,
     say_empty,
+    styled,
 )
-from psgrad.reports.evaluation import method_name, ordered
-from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import brief
 from psgrad.run.results.influence import HEADLINE, EvaluationResult
 
@@ -46,6 +47,7 @@ def evaluation_plots(result: EvaluationResult) -> list[Plot]:
     return plots
 
 
+@styled
 def intervals(result: EvaluationResult) -> Plot:
     """Each method's first number with its interval; controls lighter, the config's method in orange, the
     noise ceiling as a line.
@@ -79,6 +81,7 @@ def intervals(result: EvaluationResult) -> Plot:
     )
 
 
+@styled
 def predicted_and_actual(result: EvaluationResult) -> Plot:
     """A point a removal and query, the line through all points, and the diagonal where scores predict
     amounts.
@@ -118,10 +121,10 @@ def predicted_and_actual(result: EvaluationResult) -> Plot:
         f"{'Predicted' if predicts else 'Scores'} and actual rises",
         caption,
         figure,
-        vector=False,
     )
 
 
+@styled
 def removal_curves(result: EvaluationResult) -> Plot:
     """The mean rise against the number of removed examples, one line for each method."""
     figure, axes = figure_with_axes(4.2)
@@ -154,6 +157,7 @@ def _curve(axes: Axes, result: EvaluationResult, name: str, rows: pd.DataFrame) 
     )
 
 
+@styled
 def tuning(result: EvaluationResult) -> Plot:
     """The score on the tuning subsets and queries against the damping."""
     figure, axes = figure_with_axes(3.6)
@@ -167,8 +171,8 @@ def tuning(result: EvaluationResult) -> Plot:
             markersize=4,
             label=brief(name, _NAME_LIMIT),
         )
-    log_axis(axes, "x")
     axes.set(
+        xscale="log",
         xlabel="damping, as a multiple of the curvature's mean eigenvalue (log scale)",
         ylabel="linear datamodeling score",
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from psgrad.reports.drawing import (
+from psgrad.reports.figures import (
     DARK,
     INK,
     QUIET,
@@ -21,11 +21,12 @@ from psgrad.reports.drawing import (
     figure_with_axes,
     legend_above,
     name_rows,
+    plain_log_ticks,
     say_empty,
     scatter,
+    styled,
 )
 from psgrad.reports.influence_words import own_words, query_name, reported_queries, unit_words
-from psgrad.reports.ticks import log_axis
 from psgrad.reports.words import count, label, percent, shorten_middle
 from psgrad.run.results import ALL_INDEX, SIGN, InfluenceResult, carriers, cumulative_influence, disagrees
 from psgrad.wording import correlation
@@ -58,6 +59,7 @@ def columns_of(result: InfluenceResult) -> dict[int, Array]:
     return {query: values[np.isfinite(values)] for query, values in columns.items()}
 
 
+@styled
 def score_distributions(result: InfluenceResult) -> Plot:
     """A row a query: how many training examples have which score, on an axis that is linear about zero and
     logarithmic beyond.
@@ -74,7 +76,7 @@ def score_distributions(result: InfluenceResult) -> Plot:
         say_empty(axes, "no score that is not zero")
         return Plot("score_distributions", "Scores of all training examples", caption, figure)
     width = _linear_width(np.concatenate(list(drawn.values())))
-    axes.set_xscale("symlog", linthresh=width, linscale=0.6)
+    axes.set_xscale("symlog", linthresh=width)
     largest = max(float(np.abs(values).max()) for values in drawn.values())
     transform = axes.xaxis.get_transform()
     end = float(transform.transform(np.array([largest * 1.1]))[0])
@@ -88,11 +90,12 @@ def score_distributions(result: InfluenceResult) -> Plot:
     axes.axvline(0, color=QUIET, linewidth=0.8)
     _beside(axes, -0.8, "help")
     axes.minorticks_off()
-    _thin_ticks(axes, width, largest)
-    axes.set_xlabel(textwrap.fill(f"score: {unit_words(result)}; {SIGN}", 110), parse_math=False)
+    words = f"score (signed log scale: linear about zero): {unit_words(result)}; {SIGN}"
+    axes.set_xlabel(textwrap.fill(words, 110), parse_math=False)
     return Plot("score_distributions", "Scores of all training examples", caption, figure)
 
 
+@styled
 def cumulative(result: InfluenceResult) -> Plot:
     """A line a query: which share of the positive total its 1, 2, ... strongest proponents carry."""
     figure, axes = figure_with_axes(3.8)
@@ -117,12 +120,13 @@ def cumulative(result: InfluenceResult) -> Plot:
         for share in (0.5, 0.9):
             place = carriers(values, share)
             axes.plot([place], [curve[place - 1]], "o", markersize=size, color=colour, zorder=4)
-    log_axis(axes, "x", whole=True)
     axes.set(
+        xscale="log",
         ylim=(0, 103),
         xlabel="strongest proponents (log scale)",
         ylabel="share of the sum of positive scores (%)",
     )
+    plain_log_ticks(axes.xaxis)
     for share in (50, 90):
         axes.axhline(share, color=QUIET, linewidth=0.8, linestyle=(0, (1, 2)))
     legend_above(axes)
@@ -143,6 +147,7 @@ def carrier_words(columns: dict[int, Array]) -> str:
     )
 
 
+@styled
 def self_influence_against_loss(result: InfluenceResult) -> Plot:
     """Each training example's influence on its own loss against that loss."""
     finite = result.training[(result.training["status"] == "ok") & result.training["self_influence"].notna()]
@@ -165,7 +170,7 @@ def self_influence_against_loss(result: InfluenceResult) -> Plot:
             (drawn[wrong], REVIEW, "x", "prediction differs from the label"),
         ):
             scatter(axes, rows, "self_influence", (colour, marker), words)
-        log_axis(axes, "x", "y")
+        axes.set(xscale="log", yscale="log")
         across, unit = own_words(result), result.manifest.loss_unit
         axes.set_xlabel(textwrap.fill(f"self-influence (log scale): {across}", 110), parse_math=False)
         axes.set_ylabel(f"loss of the training example ({unit}, log scale)")
@@ -176,7 +181,7 @@ def self_influence_against_loss(result: InfluenceResult) -> Plot:
             caption += f"Rank correlation (Spearman): {correlation(spearman)}. "
     if missing:
         caption += f"Not drawn: {missing:,} whose self-influence or loss is not positive. "
-    return Plot("self_influence", "Self-influence against loss", caption, figure, vector=False)
+    return Plot("self_influence", "Self-influence against loss", caption, figure)
 
 
 # -- by class and group ------------------------------------------------------------------------------------
@@ -189,6 +194,7 @@ def summary_plots(result: InfluenceResult) -> list[Plot]:
     return [_summary(result, summary[summary["by"] == kind], str(kind)) for kind in kinds]
 
 
+@styled
 def _summary(result: InfluenceResult, rows: pd.DataFrame, kind: str) -> Plot:
     values = rows.pivot(index="query_class", columns="of", values="score")
     order = rows.drop_duplicates("of")["of"].tolist()
@@ -220,9 +226,10 @@ def _summary(result: InfluenceResult, rows: pd.DataFrame, kind: str) -> Plot:
 
 
 def _linear_width(values: Array) -> float:
-    """About which score the axis turns logarithmic: where most examples lie within."""
+    """The power of ten at which the axis turns logarithmic: where most examples lie within."""
     sizes = np.abs(values[values != 0])
-    return max(float(np.quantile(sizes, 0.5)), float(sizes.max()) * 1e-3)
+    least = max(float(np.quantile(sizes, 0.5)), float(sizes.max()) * 1e-3)
+    return float(10 ** np.round(np.log10(least)))
 
 
 def _ridge(axes: Axes, row: int, values: Array, edges: Array) -> None:
@@ -260,16 +267,4 @@ def _beside(axes: Axes, height: float, words: str) -> None:
         color=QUIET,
         va="center",
         annotation_clip=False,
-    )
-
-
-def _thin_ticks(axes: Axes, width: float, largest: float) -> None:
-    """Powers of ten on either side, as many as can be read, and zero."""
-    powers = np.arange(np.ceil(np.log10(width)), np.floor(np.log10(largest)) + 1)
-    powers = powers[:: -(-len(powers) // 4)] if len(powers) else np.array([np.log10(largest)])
-    ticks = 10.0**powers
-    words = [f"{tick:,.0f}" if 1 <= tick < 1e6 else f"{tick:.3g}" for tick in ticks]
-    axes.set_xticks(
-        [*(-ticks[::-1]), 0, *ticks],
-        [*(f"-{word}" for word in words[::-1]), "0", *(f"+{word}" for word in words)],
     )

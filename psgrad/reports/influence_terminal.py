@@ -8,11 +8,10 @@ from typing import Any, TextIO
 
 import pandas as pd
 
-from psgrad.reports.influence_sections import question_tables
+from psgrad.reports.influence_tables import check_table, question_tables
 from psgrad.reports.influence_words import (
     Example,
     beyond_note,
-    check_table,
     examples,
     header,
     query_title,

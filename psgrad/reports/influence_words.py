@@ -4,14 +4,22 @@ units, queries and training examples, and what the method says of its fit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from psgrad.reports.tables import Table, TableColumn, table
-from psgrad.reports.words import FACT_LIMIT, MISSING, brief, cell, identifier, label, number, percent
+from psgrad.reports.words import (
+    FACT_LIMIT,
+    MISSING,
+    brief,
+    cell,
+    flat_words,
+    identifier,
+    label,
+    number,
+    percent,
+)
 from psgrad.run.results import (
     ALL_INDEX,
     ALL_QUERIES,
@@ -19,15 +27,12 @@ from psgrad.run.results import (
     InfluenceResult,
     TopSample,
     disagrees,
-    has_classes,
     pairs_of,
     shown_queries,
 )
 from psgrad.run.results.manifest import UNKNOWN_UNIT
 
 UNIT_LIMIT = 260
-
-DIFFERS_NOTE = "Bold: the model's prediction is another class than the label."
 
 BEYOND = "!"
 BEYOND_NOTE = (
@@ -65,11 +70,6 @@ class Example:
     differs: bool
     input: TopSample | None
     stability: str = ""
-
-
-def differs_note(result: InfluenceResult) -> str:
-    """What bold means; empty where there are no classes."""
-    return DIFFERS_NOTE if has_classes(result.training) else ""
 
 
 def signed(score: float) -> str:
@@ -170,31 +170,6 @@ def damping_words(result: InfluenceResult) -> str:
     )
 
 
-def check_table(result: InfluenceResult) -> Table:
-    """The removals that were checked: the training example, on what, the change that is predicted, and the
-    one that was found, as far as one was.
-    """
-    check = result.check
-    assert check is not None
-    whole = "predicted" if check.at_minimum else "predicted, at no minimum"
-    columns = [
-        TableColumn("without", lambda each: identifier(each.train_id), key="id"),
-        TableColumn(
-            "change of",
-            lambda each: "itself" if each.query_index is None else identifier(each.query_id),
-            key="id",
-        ),
-        TableColumn(whole, lambda each: signed(each.predicted), True),
-    ]
-    if check.at_minimum and check.share < 1:
-        part = f"for {check.share:.3g} of a step"
-        columns.append(TableColumn(part, lambda each: signed(check.share * each.predicted), True))
-    if check.at_minimum:
-        columns.append(TableColumn("found", lambda each: signed(each.found), True))
-    title = "Largest changes, predicted and found" if check.at_minimum else "Largest changes, predicted"
-    return table("", title, columns, check.removals)
-
-
 def examples(result: InfluenceResult, query_index: int, k: int) -> tuple[list[Example], list[Example]]:
     """The k strongest proponents and opponents of a query, or of all queries."""
     sides = pairs_of(result.scores, query_index, k)
@@ -267,7 +242,6 @@ def _example(result: InfluenceResult, pair: dict[Any, Any], known: dict[int, dic
 
 
 MAX_FACTS = 30
-MAX_ITEMS = 20
 
 
 def fit_facts(result: InfluenceResult) -> list[tuple[str, str]]:
@@ -275,19 +249,17 @@ def fit_facts(result: InfluenceResult) -> list[tuple[str, str]]:
     influence = result.manifest.influence
     rates = [each.get("learning_rate") for each in influence.checkpoints]
     paths = [str(each.get("path")) for each in influence.checkpoints]
+    known = any(rate is not None for rate in rates)
     found: list[tuple[str, Any]] = [
         ("Method", method_words(result.method)),
         ("Measurement", result.measurement),
         ("Normalised by", None if influence.normalize == "none" else influence.normalize),
         ("Checkpoints", ", ".join(paths) if len(paths) > 1 else None),
-        (
-            "Learning rates",
-            ", ".join(map(_plain, rates)) if any(rate is not None for rate in rates) else None,
-        ),
+        ("Learning rates", ", ".join(map(cell, rates)) if known else None),
     ]
-    each = [flattened(facts) for facts in result.facts]
+    each = [dict(flat_words(facts, FACT_LIMIT)) for facts in result.facts]
     for name in dict.fromkeys(name for facts in each for name in facts):
-        values = [_plain(facts.get(name)) for facts in each]
+        values = [facts.get(name, MISSING) for facts in each]
         found.append((_NAMES.get(name, name), values[0] if len(set(values)) == 1 else ", ".join(values)))
     return [(brief(name, 60), brief(str(value), FACT_LIMIT)) for name, value in found if value][:MAX_FACTS]
 
@@ -297,23 +269,3 @@ _NAMES = {
     "Calibrated because": "Why, or why not",
     "Leverage": "Leverage correction",
 }
-
-
-def flattened(facts: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested facts as one dict whose names are sentences' beginnings: {"spectrum": {"largest": 3}} is
-    {"Spectrum largest": 3}.
-    """
-    found: dict[str, Any] = {}
-    for key, value in facts.items():
-        name = f"{before} {key}".strip() if before else str(key).replace("_", " ").capitalize()
-        if isinstance(value, Mapping):
-            found |= flattened(value, name)
-        elif value is not None:
-            found[name] = value
-    return found
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_plain, value[:MAX_ITEMS]))
-    return cell(value) if value is None or isinstance(value, bool | int | float) else str(value)

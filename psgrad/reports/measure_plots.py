@@ -12,21 +12,20 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from psgrad.reports.drawing import (
+from psgrad.reports.figures import (
     DARK,
-    INK,
-    QUIET,
     REST,
     REVIEW,
     Array,
     Plot,
+    count_axis,
     figure_with_axes,
     figure_with_panels,
     legend_above,
     log_bins,
-    write,
+    say_empty,
+    styled,
 )
-from psgrad.reports.ticks import TickWords, count_axis, log_axis
 from psgrad.reports.words import count, identifier, label, number, percent, shorten, shorten_middle, words_of
 from psgrad.run.results import AnalyzeResult, MeasureResult
 from psgrad.wording import shorten_apart
@@ -79,6 +78,7 @@ def measure_plots(result: AnalyzeResult, measure: MeasureResult) -> list[Plot]:
     return plots[:MAX_FIGURES]
 
 
+@styled
 def histograms(measure: MeasureResult, samples: pd.DataFrame, columns: list[str]) -> Plot:
     """How each column is distributed over the samples, with those that are listed in orange."""
     across = min(2, len(columns))
@@ -106,27 +106,22 @@ def histograms(measure: MeasureResult, samples: pd.DataFrame, columns: list[str]
     )
 
 
+@styled
 def spectrum(measure: MeasureResult, name: str, values: Array) -> Plot:
     """Values from the largest to the smallest, on a log axis where they are positive."""
     ordered = np.sort(values[np.isfinite(values)].astype(np.float64))[::-1]
     figure, axes = figure_with_axes(2.9)
     positive = ordered[ordered > 0]
     shown = positive if len(positive) else ordered
-    axes.plot(
-        np.arange(1, len(shown) + 1),
-        shown,
-        color=REST,
-        marker="o" if len(shown) < 60 else "",
-        markersize=3.5,
-        linewidth=1.4,
-    )
+    places, marker = np.arange(1, len(shown) + 1), "o" if len(shown) < 60 else ""
+    axes.plot(places, shown, color=REST, marker=marker, markersize=3.5, linewidth=1.4)
     axes.set(xlabel="place, the largest first", ylabel=words_of(name))
     if len(shown) > 30:
-        log_axis(axes, "x", whole=True)
+        axes.set(xscale="log", xlabel="place, the largest first (log scale)")
     else:
         count_axis(axes, "x")
     if len(positive):
-        log_axis(axes, "y")
+        axes.set(yscale="log", ylabel=f"{words_of(name)} (log scale)")
     total = float(ordered.sum())
     alt = (
         f"{words_of(name)}: {count(len(ordered), 'value')}, the largest"
@@ -154,6 +149,7 @@ def class_matrix(measure: MeasureResult, table: pd.DataFrame, class_names: list[
     return matrix(measure, "mean_cosine_of_classes", square.to_numpy(np.float64), "class", names)
 
 
+@styled
 def matrix(
     measure: MeasureResult, name: str, values: Array, each: str, names: Sequence[str] | None = None
 ) -> Plot:
@@ -166,7 +162,6 @@ def matrix(
     drawn = axes.imshow(
         shown,
         cmap="cividis",
-        interpolation="nearest",
         extent=(-0.5, side - 0.5, side - 0.5, -0.5),
         rasterized=True,
     )
@@ -185,15 +180,14 @@ def matrix(
         count_axis(axes, "x")
         count_axis(axes, "y")
     axes.set(xlabel=each, ylabel=each)
-    bar = figure.colorbar(drawn, ax=axes, shrink=0.85, format=TickWords())
-    bar.outline.set_visible(False)  # type: ignore[operator]
-    bar.ax.tick_params(colors=QUIET, labelcolor=INK, labelsize=8)
+    figure.colorbar(drawn, ax=axes, shrink=0.85).outline.set_visible(False)  # type: ignore[operator]
     if side <= MAX_TICKS:
         for row in range(side):
             for column in range(side):
                 dark = shown[row, column] < np.nanmean([np.nanmin(shown), np.nanmax(shown)])
                 colour = "#ffffff" if dark else "#101418"
-                write(axes, (column, row), _two_digits(float(shown[row, column])), ha="center", color=colour)
+                said = _two_digits(float(shown[row, column]))
+                axes.text(column, row, said, size=8, ha="center", va="center", color=colour)
     off = values[~np.eye(side, dtype=bool)].astype(np.float64)
     alt = (
         f"{words_of(name)}, {side:,} by {side:,}: diagonal {_range(np.diag(values))}, the rest {_range(off)}."
@@ -202,6 +196,7 @@ def matrix(
     return _plot(measure, name, caption, figure, alt)
 
 
+@styled
 def trajectories(measure: MeasureResult, samples: pd.DataFrame) -> Plot:
     """Loss and gradient norm of the first listed samples at each checkpoint, over the band that holds the
     middle 90 % of all samples.
@@ -218,34 +213,23 @@ def trajectories(measure: MeasureResult, samples: pd.DataFrame) -> Plot:
         low, middle, high = (
             np.nanquantile(values[:, there], [0.05, 0.5, 0.95], axis=0) if there.any() else np.empty((3, 0))
         )
-        axes.fill_between(
-            steps[there],
-            low,
-            high,
-            color=REST,
-            alpha=0.25,
-            linewidth=0,
-            label="middle 90 % of all" if first else "",
-        )
-        axes.plot(steps[there], middle, color=DARK, linewidth=2, label="median of all" if first else "")
-        lines = values[worst["index"].to_numpy(np.int64)]
-        for place, line in enumerate(lines):
-            axes.plot(
-                steps,
-                line,
-                color=REVIEW,
-                linewidth=1,
-                alpha=0.8,
-                marker="o",
-                markersize=2.5,
-                label="" if place or first else "first ranks",
-            )
-        if (low > 0).all() and (values[np.isfinite(values)] > 0).all():
-            log_axis(axes, "y")
+        band = axes.fill_between(steps[there], low, high, color=REST, alpha=0.25, linewidth=0)
+        (median,) = axes.plot(steps[there], middle, color=DARK, linewidth=2)
+        lines = values[worst["index"].to_numpy(np.int64)].T
+        singles = axes.plot(steps, lines, "o-", color=REVIEW, linewidth=1, alpha=0.8, markersize=2.5)
+        if first:
+            band.set_label("middle 90 % of all")
+            median.set_label("median of all")
+        elif singles:
+            singles[0].set_label("first ranks")
+        log = (low > 0).all() and (values[np.isfinite(values)] > 0).all()
         legend_above(axes, columns=2)
         ticks = steps[:: -(-len(steps) // MAX_TICKS)]
         axes.set_xticks(ticks, [str(each + 1) for each in ticks])
-        axes.set(xlabel="checkpoint, in the order of training", ylabel=words)
+        axes.set(
+            xlabel="checkpoint, in the order of training", ylabel=f"{words} (log scale)" if log else words
+        )
+        axes.set_yscale("log" if log else "linear")
         if len(middle):
             said.append(f"the median {words} goes from {number(middle[0])} to {number(middle[-1])}")
     named = shorten_apart([identifier(name) for name in checkpoints[:MAX_TICKS]], 60)
@@ -268,13 +252,12 @@ def _histogram(axes: Axes, values: Array, listed: Array, words: str) -> str:
     """Draw one, and say what it shows."""
     axes.set(xlabel=shorten(words, 60), ylabel="samples")
     if not len(values):
-        write(axes, (0.5, 0.5), "no finite value", 10, transform=axes.transAxes, ha="center", color=QUIET)
+        say_empty(axes, "no finite value")
         return f"{words}: no finite value"
     low, high = float(values.min()), float(values.max())
     if low > 0 and high / low > 100 and np.median(values) < high / 4:
         bins = log_bins(values, 40)
-        log_axis(axes, "x")
-        axes.xaxis.label.set_text(f"{shorten(words, 60)} (log scale)")
+        axes.set(xscale="log", xlabel=f"{shorten(words, 60)} (log scale)")
     else:
         bins = np.linspace(
             low, high if high > low else low + max(abs(low), 1) * 1e-3, min(40, 10 + len(values) // 4) + 1

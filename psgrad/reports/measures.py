@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import pandas as pd
 
-from psgrad.reports.drawing import Plot
-from psgrad.reports.sections import Facts, Fold, Meanings, Part, Section, Subtitle, Text, image
-from psgrad.reports.tables import Table, TableColumn, Writer, table
-from psgrad.reports.words import FACT_LIMIT, brief, cell, key_of, label, listed, number, words_of
+from psgrad.reports.figures import Plot
+from psgrad.reports.page import data_uri
+from psgrad.reports.tables import Pairs, Table, TableColumn, Writer, table
+from psgrad.reports.words import FACT_LIMIT, brief, cell, flat_words, key_of, label, words_of
 from psgrad.run.results import AnalyzeResult, MeasureResult
-from psgrad.wording import listed_names
 
 MAX_MEASURES = 40
 MAX_TABLES = 4
@@ -23,44 +22,51 @@ ABOUT_LIMIT = 600  # letters: a source has several papers, a warning two paths
 CLASS_COLUMNS = ("class", "other_class")  # of measures' tables: classes by their numbers
 
 
+@dataclass(frozen=True)
+class MeasureSection:
+    """What the page says of a measure. about: its formula, unit and source. numbers: of the whole dataset.
+    columns: with the meanings of those that it brought. figures: each with its data URI. left_out: figures
+    that would make the page too large.
+    """
+
+    anchor: str
+    title: str
+    about: Pairs
+    numbers: Pairs
+    columns: Sequence[TableColumn]
+    figures: Sequence[tuple[Plot, str]]
+    left_out: Sequence[Plot]
+    tables: Sequence[Table]
+
+
 def measure_sections(
     result: AnalyzeResult, plots: Mapping[str, Sequence[Plot]], room: int
-) -> Iterator[Section]:
+) -> Iterator[MeasureSection]:
     """A section for each of the first MAX_MEASURES measures; figures are left out once all together take more
     than `room` characters.
     """
     for place, measure in enumerate(list(result.measures.values())[:MAX_MEASURES]):
-        figures: list[Part] = []
-        left_out = []
+        figures, left_out = [], []
         for plot in plots.get(measure.name, ()):
-            figure = image(plot)
-            if len(figure.source) <= room:
-                figures.append(figure)
-                room -= len(figure.source)
+            source = data_uri("image/svg+xml", plot.svg())
+            if len(source) <= room:
+                figures.append((plot, source))
+                room -= len(source)
             else:
-                left_out.append(f"plots/{plot.name}.png")
-        if left_out:
-            words = f"Not on this page, to keep it small, but beside it: {', '.join(left_out)}."
-            figures.append(Text(words, "quiet"))
-        tables = [Fold(each.caption, [each]) for each in measure_tables(place, measure, result.class_names)]
-        title = brief(measure.title or measure.name, 100)
-        parts = [*about_parts(measure), *figures, *tables]
-        yield Section(title, parts, f"measure-{place}", title)
-
-
-def about_parts(measure: MeasureResult) -> Iterator[Part]:
-    """A measure's description, its numbers for the whole dataset, and the meaning of its columns."""
-    about = [("Formula", measure.formula), ("Unit", measure.unit), ("Source", measure.source)]
-    yield Facts([(name, brief(str(value), ABOUT_LIMIT)) for name, value in about if value])
-    if numbers := flat_words(measure.numbers, ABOUT_LIMIT)[:MAX_NUMBERS]:
-        yield Subtitle("Of the whole dataset")
-        yield Facts(numbers)
-    if measure.meanings:
-        yield Meanings(
-            [
+                left_out.append(plot)
+        about = [("Formula", measure.formula), ("Unit", measure.unit), ("Source", measure.source)]
+        yield MeasureSection(
+            anchor=f"measure-{place}",
+            title=brief(measure.title or measure.name, 100),
+            about=[(name, brief(str(value), ABOUT_LIMIT)) for name, value in about if value],
+            numbers=flat_words(measure.numbers, ABOUT_LIMIT)[:MAX_NUMBERS],
+            columns=[
                 TableColumn(words_of(column), meaning=brief(meaning, FACT_LIMIT))
                 for column, meaning in measure.meanings.items()
-            ]
+            ],
+            figures=figures,
+            left_out=left_out,
+            tables=measure_tables(place, measure, result.class_names),
         )
 
 
@@ -95,61 +101,3 @@ def frame_table(
 
 def _at(place: int, write: Writer) -> Writer:
     return lambda row: write(row[place])
-
-
-def flat_words(facts: Mapping[str, Any], limit: int, before: str = "") -> list[tuple[str, str]]:
-    """Each fact that is no mapping as (name, value in words); a nested one's name has all names above it.
-    Facts without a value (None) are left out, and matrices, which can be read as figures.
-    """
-    found: list[tuple[str, str]] = []
-    for key, value in facts.items():
-        if key.endswith("_interval") and key.removesuffix("_interval") in facts:
-            continue
-        name = f"{before} {words_of(key)}".strip()
-        if isinstance(value, Mapping):
-            found += flat_words(value, limit, name)
-        elif value is not None and not _is_matrix(value):
-            found.append(
-                (brief(name[:1].upper() + name[1:], 80), brief(_plain(value) + _interval(facts, key), limit))
-            )
-    return found
-
-
-def _interval(facts: Mapping[str, Any], key: str) -> str:
-    """The interval of a number, shown beside it. Its level is written once for all numbers."""
-    bounds = facts.get(f"{key}_interval")
-    if not isinstance(bounds, list | tuple) or len(bounds) != 2:
-        return ""
-    low, high = bounds
-    level = facts.get("level")
-    ends = (
-        f"{number(low)} to {number(high)}"
-        if None not in bounds
-        else f"from {number(low)} on"
-        if high is None
-        else f"up to {number(high)}"
-    )
-    said = f"{100 * level:.3g} % interval" if isinstance(level, float) else "interval"
-    return f" ({said}: {ends})"
-
-
-def _is_matrix(value: Any) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and len(value) > 0
-        and all(isinstance(row, list | tuple) for row in value)
-    )
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list | tuple) and value and all(isinstance(each, str) for each in value):
-        return listed_names(value, most=12, limit=80)
-    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
-        return listed(
-            value,
-            lambda each: " ".join(f"{words_of(key)} {cell(inner)}" for key, inner in each.items()),
-            most=6,
-        )
-    return cell(value)

@@ -1,27 +1,15 @@
-"""Outliers in reports, on the page and on the terminal: the score, the reference, and the findings."""
+"""Outliers in words, on the page and on the terminal: the score, the reference, and the findings."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
-from markupsafe import Markup
 
-from psgrad.reports.sections import Bullets, Facts, Part, Subtitle, Text
-from psgrad.reports.tables import Mark, Table, TableColumn, table
-from psgrad.reports.words import (
-    FACT_LIMIT,
-    brief,
-    cell,
-    count,
-    group_words,
-    identifier,
-    number,
-    percent,
-    words_of,
-)
+from psgrad.reports.words import FACT_LIMIT, brief, count, number, percent, words_of
 from psgrad.run.results import AnalyzeResult, disagrees, has_classes
 from psgrad.run.results.manifest import OutlierFacts
 from psgrad.wording import correlation
@@ -33,8 +21,7 @@ SCORE_WORDS = {"grad_norm": "gradient norm", "log_norm": "gradient norm"}
 OFFER = "The loss can be the score, too. It costs nothing more and often finds more wrong labels"
 OPTION = "--set analyze.outliers.score=loss"
 MAX_NAMED = 20
-MAX_GROUPS = 200
-MAX_CAVEATS = 20
+MAX_SAMPLES = 200
 _ALIKE = 0.9  # of the tops in common: below it the two disagree
 _NEARLY_ONE = 0.9
 _FEW = 10  # first ranks, fewer than which say nothing about two orders
@@ -131,53 +118,6 @@ def is_referenced(result: AnalyzeResult) -> bool:
     return "q_value" in result.samples and bool(result.samples["q_value"].notna().any())
 
 
-def rankings_parts(facts: OutlierFacts) -> Iterator[Part]:
-    """The comparison of score and loss, and the offer of the loss."""
-    if (rankings := rankings_of(facts)) is None:
-        return
-    yield Text(rankings.sentence, "loud" if rankings.disagree else "", "rankings")
-    if rankings.offers_loss:
-        yield Text(
-            Markup(
-                "{}: <code>{}</code>, or <code>analyze.outliers.score: loss</code> in the config, ranks and"
-                " judges by it."
-            ).format(OFFER, OPTION)
-        )
-
-
-def found_parts(result: AnalyzeResult) -> Iterator[Part]:
-    """What was found, and what it does not say."""
-    facts, referenced = result.manifest.judged, is_referenced(result)
-    undecided = referenced and not facts.evaluable and brief(str(facts.why_not or ""), FACT_LIMIT)
-    if undecided:
-        yield Text(f"Not evaluable: {undecided}", "failed")
-    if sentences := findings_sentences(result, bool(undecided)):
-        yield Text(_AGAINST_REFERENCE if referenced else _REVIEW_LIST)
-        yield Bullets(sentences)
-    elif not undecided:
-        yield Text("No sample has a finite gradient that is not zero: there is nothing to rank.")
-    bad = nonfinite_ids(result.samples)
-    if len(bad):
-        have = "sample has" if len(bad) == 1 else "samples have"
-        yield Text(
-            f"{len(bad):,} {have} a loss or gradient that is not finite. They are left out of every figure"
-            " and statistic below.",
-            "differs",
-        )
-        others = ", … (the others are in samples.csv, status “nonfinite”)" if len(bad) > MAX_NAMED else ""
-        yield Text(", ".join(map(identifier, bad.head(MAX_NAMED))) + others, "quiet")
-
-
-_AGAINST_REFERENCE = (
-    "Samples are compared with trusted ones; those named are unlike them at the false discovery rate that was"
-    " asked for. Who is unlike is not yet wrong: look at each."
-)
-_REVIEW_LIST = (
-    "The review list holds the first ranks, a fixed fraction of the samples. It is a list to look at, not a"
-    " verdict: it has its size even where nothing is wrong."
-)
-
-
 def findings_sentences(result: AnalyzeResult, undecided: bool = False) -> list[str]:
     """Plain sentences about those that are listed, with the reasons for it and against it. undecided:
     whether an empty list would mean nothing.
@@ -215,28 +155,28 @@ def findings_sentences(result: AnalyzeResult, undecided: bool = False) -> list[s
     return found
 
 
-def nonfinite_ids(samples: pd.DataFrame) -> pd.Series:
+def nonfinite_ids(samples: pd.DataFrame) -> list[Any]:
     """The ids of the samples that are not finite."""
-    return samples.loc[(samples["status"] == "nonfinite").to_numpy(), "id"]
+    return samples.loc[(samples["status"] == "nonfinite").to_numpy(), "id"].tolist()
 
 
-def judged_parts(result: AnalyzeResult) -> Iterator[Part]:
-    """How samples were judged: by which score, against which reference, within which groups."""
-    facts = result.manifest.outliers
-    if facts is None:
-        return
-    pairs = [(brief(name, 80), brief(words, FACT_LIMIT)) for name, words in _facts(facts) if words]
-    yield Subtitle("How samples were judged")
-    yield Facts(pairs)
-    if facts.referenced and facts.caveats:
-        yield Bullets([brief(str(each), 400) for each in facts.caveats][:MAX_CAVEATS], "quiet")
-    if facts.groups.by is not None:
-        groups = group_table(facts, result.class_names)
-        yield Subtitle(groups.caption)
-        yield groups
+def listed_samples(samples: pd.DataFrame) -> pd.DataFrame:
+    """The samples to look at: those on the review list or named as outliers first, then by rank; unranked
+    ones never appear.
+    """
+    ranked = samples[samples["rank"].notna().to_numpy()]
+    issue = ranked["is_outlier_issue"].to_numpy(bool)
+    issues = ranked[issue].nsmallest(MAX_SAMPLES, "rank")
+    others = ranked[~issue].nsmallest(MAX_SAMPLES - len(issues), "rank")
+    return pd.concat([issues, others]).sort_values("rank", kind="stable")
 
 
-def _facts(facts: OutlierFacts) -> Iterator[tuple[str, str]]:
+def judged_by(facts: OutlierFacts) -> list[tuple[str, str]]:
+    """How samples were judged: by which score, and against which reference."""
+    return [(brief(name, 80), brief(words, FACT_LIMIT)) for name, words in _judged_by(facts) if words]
+
+
+def _judged_by(facts: OutlierFacts) -> Iterator[tuple[str, str]]:
     """(name, words), empty where nothing is known."""
     tail = "smallest" if facts.tail == "lower" else "largest"
     yield "Judged by", f"{score_words(str(facts.score))}, the {tail} first"
@@ -255,48 +195,3 @@ def _facts(facts: OutlierFacts) -> Iterator[tuple[str, str]]:
     for name, detector in facts.detectors.items():
         flagged = "" if detector.flagged is None else f"; it would name {detector.flagged:,}"
         yield str(detector.title or name), f"{detector.meaning}{flagged}"
-
-
-def group_table(facts: OutlierFacts, class_names: Sequence[str] | None) -> Table:
-    """A row a group, where samples were compared within groups."""
-    columns = [
-        TableColumn("group", lambda pair: pair[0], key="group"),
-        TableColumn("samples", lambda pair: cell(pair[1].samples), True, "samples"),
-    ]
-    if facts.referenced:
-        columns += [
-            TableColumn("trusted samples", lambda pair: cell(pair[1].reference), True, "reference"),
-            TableColumn(
-                "smallest p-value",
-                lambda pair: cell(pair[1].smallest_p),
-                True,
-                "smallest_p",
-                "the least that this group's reference can give (probability)",
-            ),
-            TableColumn(
-                "smallest number that can be named",
-                lambda pair: cell(pair[1].smallest_flaggable),
-                True,
-                "smallest_flaggable",
-                "fewer outliers than that can't be told (samples)",
-            ),
-            TableColumn(
-                "evaluable",
-                lambda pair: cell(pair[1].evaluable),
-                key="evaluable",
-                meaning="whether any sample of the group could be named",
-            ),
-        ]
-    by, each = facts.groups.by, facts.groups.each
-    shown = [(group_words(group, by, class_names), about) for group, about in list(each.items())[:MAX_GROUPS]]
-    note = f"{MAX_GROUPS} of {len(each):,} groups are shown." if len(each) > MAX_GROUPS else ""
-    caption = f"Groups by {words_of(by)}"
-    return table(
-        "groups",
-        caption,
-        columns,
-        shown,
-        lambda pair: Mark(only=("group", pair[0])),
-        note=note,
-        explained=True,
-    )

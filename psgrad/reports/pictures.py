@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from psgrad.reports.sections import data_uri
+from psgrad.reports.page import data_uri
 from psgrad.reports.words import brief, values_line
 from psgrad.run.results import TopSample
 
@@ -17,12 +17,6 @@ Array = np.ndarray[Any, Any]
 TEXT_LIMIT, TEXT_LINES = 400, 8
 # Bad pixels get a colour that no scaling yields: a grey would pass for data.
 NONFINITE_COLOUR = (255, 0, 200)
-PICTURE_NOTE = (
-    "Pixel values outside 0..1 (or bytes) are scaled picture by picture; pixels that are not finite are"
-    " magenta."
-    " Where an image was resized, cropped or scaled, it is shown as it is in the dataset, and below it as the"
-    " model sees it."
-)
 
 
 def to_rgb(image: Array) -> Array:

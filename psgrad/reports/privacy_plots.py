@@ -10,9 +10,9 @@ from typing import Any, TypeGuard
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from psgrad.reports.drawing import (
+from psgrad.reports.figures import (
     DARK,
     DASHES,
     INK,
@@ -21,15 +21,17 @@ from psgrad.reports.drawing import (
     REVIEW,
     Array,
     Plot,
+    count_axis,
     figure_with_axes,
     legend_above,
     log_bins,
+    plain_log_ticks,
     say_empty,
+    styled,
 )
 from psgrad.reports.privacy import compact, epsilon, sampling_words
-from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import count, number, percent
-from psgrad.run.results import DPPlanResult, DPStepResult, NoisePlan
+from psgrad.run.results import DPPlanResult, DPStepResult
 
 STEPS_AXIS = "steps"
 # Dark to light for the multipliers around the configured one: an order that greys and every kind of colour
@@ -79,6 +81,7 @@ def write_plots(
 # -- public --------------------------------------------------------------------------------------------------
 
 
+@styled
 def epsilon_against_steps(result: DPStepResult) -> Plot:
     """What all planned steps cost, and how far the run has come: strong by the accountant that counts, faint
     by the looser one.
@@ -104,40 +107,50 @@ def epsilon_against_steps(result: DPStepResult) -> Plot:
                 colour, size = (REVIEW, 7) if by == "PLD" else (FAINT, 5)
                 place = [step["steps"]], [step[key]]
                 axes.plot(*place, marker, label=words, zorder=4, color=colour, markersize=size)
-        _draw_target(axes, step.get("target_epsilon"))
-        _finish(axes, step)
-    axes.set_title(_setting_words(step), fontsize=9, color=INK, loc="left", pad=_ABOVE_LEGEND)
+        _target(axes, step.get("target_epsilon"))
+        axes.set(xlabel=STEPS_AXIS, ylabel=f"{_epsilon_axis(step)})")
+        axes.set_ylim(bottom=0)
+        legend_above(axes, columns=3)
+    axes.set_title(_setting_words(step), color=INK, pad=_ABOVE_LEGEND)
     return Plot("epsilon", "Epsilon against steps", caption, figure)
 
 
+@styled
 def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
     """What the planned steps would cost with several noise multipliers; the configured one in orange."""
     setting = result.setting
     figure, axes = figure_with_axes(4.2)
     others = iter(SHADES * (1 + len(result.rows) // len(SHADES)))
-    drawn: list[tuple[NoisePlan, str]] = []
+    ends: list[tuple[float, Line2D]] = []  # (the smaller bound on the epsilon of all steps, its line)
     for row in result.rows:
         steps, spent = _line(row.curve, result.curve_accountant)
         colour = REVIEW if row.configured else next(others)
         if len(steps):
-            axes.plot(steps, spent, color=colour, linewidth=2.6 if row.configured else 1.8, zorder=3)
-            drawn.append((row, colour))
+            width = 2.6 if row.configured else 1.8
+            (line,) = axes.plot(steps, spent, color=colour, linewidth=width, zorder=3)
+            end = min(filter(_is_number, (row.epsilon_pld, row.epsilon_rdp, row.curve[-1][1])))
+            line.set_label(f"multiplier {number(row.noise_multiplier)}: {epsilon(end)}")
+            ends.append((end, line))
             if _is_number(row.epsilon_pld):
-                end = [setting["planned_steps"]], [row.epsilon_pld]
-                axes.plot(*end, "D", color=colour, markersize=6, clip_on=False, zorder=4)
-    if not drawn:
+                place = [setting["planned_steps"]], [row.epsilon_pld]
+                axes.plot(*place, "D", color=colour, markersize=6, clip_on=False, zorder=4)
+    if not ends:
         say_empty(axes, "no finite epsilon to draw")
     else:
-        log_axis(axes, "y")
-        _name_ends(axes, drawn)
-        label = f"after so many steps ({result.curve_accountant})"
-        axes.plot([], [], color=DARK, linewidth=1.8, label=label)
-        if any(_is_number(row.epsilon_pld) for row, _ in drawn):
-            axes.plot([], [], "D", color=DARK, markersize=6, label="after all of them (PLD)")
-        _draw_target(axes, setting.get("target_epsilon"))
-        _finish(axes, setting)
-        _plain_log_ticks(axes)
-    axes.set_title(_setting_words(setting), fontsize=9, color=INK, loc="left", pad=_ABOVE_LEGEND)
+        # Beside the ends of the lines, in their order.
+        beside = [line for _, line in sorted(ends, key=lambda each: -each[0])]
+        figure.legend(handles=beside, loc="outside right center")
+        words = f"after so many steps ({result.curve_accountant})"
+        shown = [Line2D([], [], color=DARK, linewidth=1.8, label=words)]
+        if any(_is_number(row.epsilon_pld) for row in result.rows):
+            shown.append(Line2D([], [], color=DARK, marker="D", ls="", label="after all of them (PLD)"))
+        if (target := _target(axes, setting.get("target_epsilon"))) is not None:
+            shown.append(target)
+        axes.set(xlabel=STEPS_AXIS, ylabel=f"{_epsilon_axis(setting)}, log scale)", yscale="log")
+        axes.margins(x=0)
+        plain_log_ticks(axes.yaxis)
+        axes.legend(handles=shown, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+    axes.set_title(_setting_words(setting), color=INK, pad=_ABOVE_LEGEND)
     caption = (
         "Epsilon after so many steps, one line a noise multiplier; orange: the configured one."
         " Beside each its multiplier and the smaller bound on the epsilon of all"
@@ -149,6 +162,7 @@ def epsilon_by_multiplier(result: DPPlanResult) -> Plot:
 # -- NOT PRIVATE ---------------------------------------------------------------------------------------------
 
 
+@styled
 def norms_before_clipping(result: DPStepResult) -> Plot:
     """How the norms of the latest records' gradients lie about the bound."""
     norms = np.asarray(result.norms, dtype=float).ravel()
@@ -159,11 +173,9 @@ def norms_before_clipping(result: DPStepResult) -> Plot:
     else:
         bins = log_bins(drawn, 50)
         axes.hist(drawn, bins=list(bins), color=REST)
-        log_axis(axes, "x")
         count_axis(axes)
-        axes.set(
-            xlabel="norm of a record's gradient before clipping (L2, log scale)", ylabel="records per bin"
-        )
+        words = "norm of a record's gradient before clipping (L2, log scale)"
+        axes.set(xscale="log", xlabel=words, ylabel="records per bin")
         if result.bound is not None:
             above = float((drawn > result.bound).mean())
             words = f"bound {number(result.bound)}; {percent(above, 0)} above"
@@ -176,6 +188,7 @@ def norms_before_clipping(result: DPStepResult) -> Plot:
     return _marked(Plot("norms", "Gradient norms before clipping", caption, figure))
 
 
+@styled
 def clipping_by_step(result: DPStepResult) -> Plot:
     """The share of the drawn records that was clipped, at each step."""
     figure, axes = figure_with_axes(3.0)
@@ -188,6 +201,7 @@ def clipping_by_step(result: DPStepResult) -> Plot:
     return _marked(Plot("clip_fraction", "Share of clipped records", caption, figure))
 
 
+@styled
 def losses_by_step(result: DPStepResult, unit: str = "") -> Plot:
     """The mean loss of the records of each step's batch, before the step."""
     figure, axes = figure_with_axes(3.0)
@@ -224,62 +238,20 @@ def _setting_words(step: dict[str, Any]) -> str:
     return f"delta {compact(step['delta'])}, {relation} ({step['unit']}), {sampling_words(step)}"
 
 
-def _draw_target(axes: Axes, target: float | None) -> None:
-    if target is not None:
-        axes.axhline(
-            target, color=QUIET, linewidth=1, linestyle=(0, (1, 2)), label=f"target {compact(target)}"
-        )
+def _target(axes: Axes, target: float | None) -> Line2D | None:
+    """The line of a target epsilon, where there is one."""
+    if target is None:
+        return None
+    words = f"target {compact(target)}"
+    return axes.axhline(target, color=QUIET, linewidth=1, linestyle=(0, (1, 2)), label=words)
 
 
-def _finish(axes: Axes, step: dict[str, Any]) -> None:
-    axes.set(xlabel=STEPS_AXIS, ylabel=f"epsilon at delta {compact(step['delta'])} (upper bound)")
-    if axes.get_yscale() == "linear":
-        axes.set_ylim(bottom=0)
-    legend_above(axes, columns=3)
+def _epsilon_axis(step: dict[str, Any]) -> str:
+    return f"epsilon at delta {compact(step['delta'])} (upper bound"
 
 
 def _is_number(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
-
-
-def _name_ends(axes: Axes, drawn: list[tuple[NoisePlan, str]]) -> None:
-    """Beside each line's end its multiplier and the smaller of its bounds, pushed apart where they would
-    overlap; on a log axis.
-    """
-    ends = [
-        (min(filter(_is_number, (row.epsilon_pld, row.epsilon_rdp, row.curve[-1][1]))), row, colour)
-        for row, colour in drawn
-    ]
-    ends.sort(key=lambda end: end[0])
-    heights = [math.log(spent) for spent, _, _ in ends]
-    low, high = (math.log(limit) for limit in axes.get_ylim())
-    apart = (high - low) / 16
-    for index in range(1, len(heights)):
-        heights[index] = max(heights[index], heights[index - 1] + apart)
-    axes.set_ylim(math.exp(low), math.exp(max(high, heights[-1] + apart / 2)))
-    last = max(row.curve[-1][0] for row, _ in drawn)
-    for (spent, row, colour), height in zip(ends, heights, strict=True):
-        words = f"  multiplier {number(row.noise_multiplier)}: {epsilon(spent)}"
-        weight = "bold" if row.configured else "normal"
-        axes.annotate(
-            words,
-            (last, math.exp(height)),
-            color=colour,
-            fontsize=9,
-            va="center",
-            fontweight=weight,
-            annotation_clip=False,
-        )
-    axes.margins(x=0)
-
-
-def _plain_log_ticks(axes: Axes) -> None:
-    """1, 2, 5, 10 in place of powers of ten: a plan spans a decade or two."""
-    low, high = axes.get_ylim()
-    ticks = [base * 10.0**power for power in range(-4, 7) for base in (1, 2, 5)]
-    shown = [tick for tick in ticks if low <= tick <= high]
-    axes.set_yticks(shown, [compact(tick) for tick in shown])
-    axes.set_yticks([], minor=True)
 
 
 def _draw_by_step(axes: Axes, result: DPStepResult, column: str, scale: float = 1.0) -> bool:
@@ -305,6 +277,6 @@ def _draw_by_step(axes: Axes, result: DPStepResult, column: str, scale: float = 
 
 
 def _marked(plot: Plot) -> Plot:
-    figure: Figure = plot.figure
-    figure.suptitle("NOT PRIVATE", x=0.99, ha="right", fontsize=9, fontweight="bold", color=REVIEW)
-    return Plot(plot.name, plot.title, f"NOT PRIVATE. {plot.caption}", figure, plot.vector)
+    """A figure whose title, which its file has, says that it is not private."""
+    title, caption = f"NOT PRIVATE: {plot.title}", f"NOT PRIVATE. {plot.caption}"
+    return Plot(plot.name, title, caption, plot.figure)

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, TextIO
 
+from psgrad.reports.page import data_uri, render_template
 from psgrad.reports.privacy import RELATIONS, compact, epsilon, sampling_words, seeded
-from psgrad.reports.sections import data_uri, render_template
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import count, number, percent
@@ -147,6 +147,7 @@ def render(report: DPReport, figure: bytes | None) -> str:
     """The page as HTML. figure: of epsilon against steps, as the run drew it."""
     return render_template(
         "privacy.html",
+        title="What this run keeps private",
         report=report,
         step=report.step,
         facts=facts(report),

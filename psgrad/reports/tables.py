@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from psgrad.reports.words import number
+
 Pairs = Sequence[tuple[str, str]]
 Writer = Callable[[Any], str]
 
@@ -27,29 +29,21 @@ class TableColumn:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """The link of a row. sample: the row of the dataset that it is about. only: (key, words), what of the
-    table of samples belongs to it. differs: keys of cells that are set off.
+class Row:
+    """Cells in words, one a column. sample: the row of the dataset that it is about. only: the key of what
+    belongs to it in the table of samples. differs: keys of cells that are set off.
     """
 
-    sample: int | None = None
-    only: tuple[str, str] | None = None
-    differs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Row:
-    """Cells in words, one a column."""
-
     cells: Sequence[str]
-    mark: Mark = Mark()
+    sample: int | None = None
+    only: str = ""
+    differs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Table:
     """A table. name: unlike those of all others on the page; caption: what it holds, for readers who can't
-    see it; note: what is left out. tall: it scrolls within a box. explained: the columns' meanings stand
-    below it.
+    see it; note: what is left out.
     """
 
     name: str
@@ -57,8 +51,6 @@ class Table:
     columns: Sequence[TableColumn]
     rows: Sequence[Row]
     note: str = ""
-    tall: bool = True
-    explained: bool = False
 
 
 def table(
@@ -66,11 +58,19 @@ def table(
     caption: str,
     columns: Sequence[TableColumn],
     things: Iterable[Any],
-    mark: Callable[[Any], Mark] | None = None,
-    **options: Any,
+    marks: Callable[[Any], dict[str, Any]] = lambda _: {},
+    note: str = "",
 ) -> Table:
-    """A row a thing, with the cells that the columns write. options: further fields of `Table`."""
-    rows = [
-        Row([column.write(thing) for column in columns], mark(thing) if mark else Mark()) for thing in things
-    ]
-    return Table(name, caption, columns, rows, **options)
+    """A row a thing, with the cells that the columns write. marks: the other fields of its `Row`."""
+    rows = [Row([column.write(thing) for column in columns], **marks(thing)) for thing in things]
+    return Table(name, caption, columns, rows, note)
+
+
+def column(key: str, words: str, write: Writer = str, **options: Any) -> TableColumn:
+    """A column of rows that are mappings: the value of a key. options: further fields of `TableColumn`."""
+    return TableColumn(words, lambda row: write(row[key]), key=key, **options)
+
+
+def number_column(key: str, words: str, meaning: str = "", write: Writer = number) -> TableColumn:
+    """A column of numbers, of rows that are mappings."""
+    return column(key, words, write, numeric=True, meaning=meaning)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 from psgrad.wording import duration as duration
+from psgrad.wording import listed_names
 from psgrad.wording import printable as printable
 from psgrad.wording import shorten_middle as shorten_middle
 
@@ -123,6 +124,64 @@ def words_of(name: Any) -> str:
 def key_of(name: Any) -> str:
     """A column's name as the filter of a table takes it: without spaces."""
     return "_".join(brief(str(name), 60).split())
+
+
+def flat_words(facts: Mapping[str, Any], limit: int, before: str = "") -> list[tuple[str, str]]:
+    """Each fact that is no mapping as (name, value in words); a nested one's name has all names above it.
+    Facts without a value (None) are left out, and matrices, which can be read as figures.
+    """
+    found: list[tuple[str, str]] = []
+    for key, value in facts.items():
+        if key.endswith("_interval") and key.removesuffix("_interval") in facts:
+            continue
+        name = f"{before} {words_of(key)}".strip()
+        if isinstance(value, Mapping):
+            found += flat_words(value, limit, name)
+        elif value is not None and not _is_matrix(value):
+            found.append(
+                (brief(name[:1].upper() + name[1:], 80), brief(_plain(value) + _interval(facts, key), limit))
+            )
+    return found
+
+
+def _interval(facts: Mapping[str, Any], key: str) -> str:
+    """The interval of a number, shown beside it. Its level is written once for all numbers."""
+    bounds = facts.get(f"{key}_interval")
+    if not isinstance(bounds, list | tuple) or len(bounds) != 2:
+        return ""
+    low, high = bounds
+    level = facts.get("level")
+    ends = (
+        f"{number(low)} to {number(high)}"
+        if None not in bounds
+        else f"from {number(low)} on"
+        if high is None
+        else f"up to {number(high)}"
+    )
+    said = f"{100 * level:.3g} % interval" if isinstance(level, float) else "interval"
+    return f" ({said}: {ends})"
+
+
+def _is_matrix(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(row, list | tuple) for row in value)
+    )
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(each, str) for each in value):
+        return listed_names(value, most=12, limit=80)
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
+        return listed(
+            value,
+            lambda each: " ".join(f"{words_of(key)} {cell(inner)}" for key, inner in each.items()),
+            most=6,
+        )
+    return cell(value)
 
 
 def amount(size: float) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.reports.analyze_sections import class_statistics
+from psgrad.reports.analyze_tables import class_statistics
 from tests.workplace import ROWS, Workplace
 
 LIGHT = ("--no-report", "--progress", "none")

@@ -488,7 +488,7 @@ def assert_self_contained(report: Path) -> None:
 
 
 def test_the_digits_run_is_whole(digits: Path) -> None:
-    plots = {"norm_histogram", "loss_against_norm", "norms_per_class", "norms_per_layer", "top_sheet"}
+    plots = {"norm_histogram", "loss_against_norm", "norms_per_class", "norms_per_layer"}
     assert files_of(digits) == FILES | {f"plots/{name}.png" for name in plots} | {
         "inputs/inputs.json",
         "inputs/images.safetensors",

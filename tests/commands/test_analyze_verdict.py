@@ -194,14 +194,14 @@ def test_a_killed_run_goes_on_with_the_same_reference_alone(
     judged: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged.succeeded("--output", "whole")
-    real = analyze.Judging.judge
-    monkeypatch.setattr(analyze.Judging, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    real = analyze.OutlierRule.judge
+    monkeypatch.setattr(analyze.OutlierRule, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert judged.analyze().code == 130
-    monkeypatch.setattr(analyze.Judging, "judge", real)
+    monkeypatch.setattr(analyze.OutlierRule, "judge", real)
     assert (judged.folder / "out" / "parts" / "reference-samples").is_dir()
     judged.succeeded("--resume")
     pd.testing.assert_frame_equal(judged.samples(), judged.samples("whole"))
-    monkeypatch.setattr(analyze.Judging, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(analyze.OutlierRule, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     judged.analyze("--overwrite")
     with np.load(judged.folder / "trusted.npz") as file:
         changed = {name: file[name] for name in file.files}

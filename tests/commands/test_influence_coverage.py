@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from psgrad.commands.influence_tables import OTHER, coverage, part_of
-from psgrad.reports.influence_sections import coverage_words
+from psgrad.reports.influence_page import coverage_words
 
 
 @pytest.mark.parametrize(

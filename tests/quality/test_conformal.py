@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import false_discovery_control
 
-from psgrad.quality.judging import grouped_p_values, p_values, q_values, resolution
+from psgrad.quality.conformal import grouped_p_values, p_values, q_values, resolution
 
 SCORES = st.lists(st.one_of(st.integers(-3, 3).map(float), st.just(float("nan"))), max_size=8)
 

@@ -10,15 +10,10 @@ import pytest
 from sklearn.neighbors import NearestNeighbors
 
 from psgrad.errors import ConfigError, DataError
-from psgrad.quality import references
+from psgrad.quality.baselines import read_reference, saved_reference
 from psgrad.quality.detector import detector_scores
 from psgrad.quality.judging import judge
-from psgrad.quality.references import (
-    read_reference,
-    reference_of,
-    require_comparable,
-    saved_reference,
-)
+from psgrad.quality.references import measured_as, reference_of, require_comparable
 from psgrad.run.results.manifest import read_manifest
 from tests.quality.frames import config, samples, trusted
 
@@ -45,7 +40,7 @@ MANIFEST: dict[str, Any] = {
 
 
 def described(manifest: dict[str, Any]) -> dict[str, Any]:
-    return references.measured_as(read_manifest(manifest))
+    return measured_as(read_manifest(manifest))
 
 
 def with_outliers(**outliers: Any) -> dict[str, Any]:
@@ -73,11 +68,10 @@ def test_reference_saved_judges_as_the_run(by: str | None) -> None:
     assert "1 samples of the reference had no score" in read.caveats[0]
 
 
-def test_reference_saved_subsample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(references, "SAVED_ROWS", 100)
+def test_reference_saved_subsample() -> None:
     random = np.random.default_rng(0)
     prints = [random.bytes(16).hex() for _ in range(1000)]
-    saved = saved_reference(samples(np.arange(1000.0), fingerprint=prints), read_manifest(MANIFEST))
+    saved = saved_reference(samples(np.arange(1000.0), fingerprint=prints), read_manifest(MANIFEST), 100)
     kept = saved["groups"]["all"]
     assert len(kept["scores"]) == 100
     assert set(kept["fingerprints"]) == {each[:16] for each in sorted(prints)[:100]}

@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.quality.judging import grouped_p_values, judge, p_values, q_values
+from psgrad.quality.conformal import grouped_p_values, p_values, q_values
+from psgrad.quality.judging import judge
 from tests.quality.frames import Array, config, samples, trusted
 
 SIMULATIONS = 500

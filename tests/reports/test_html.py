@@ -9,15 +9,12 @@ import hashlib
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from psgrad.quality.judging import rank_samples
-from psgrad.reports import drawing
 from psgrad.reports.analyze_page import render, write_report
 from psgrad.reports.analyze_plots import norm_histogram
 from psgrad.run.results import AnalyzeResult, MeasureResult, TopSample, top_samples
@@ -270,28 +267,9 @@ def test_a_million_samples_take_less_than_ten_seconds_and_two_megabytes() -> Non
 @pytest.mark.long
 def test_all_files_of_the_report_reach_the_writer() -> None:
     files = written(frames.result(frames.classification(100)))
-    names = ("norm_histogram", "loss_against_norm", "norms_per_class", "norms_per_layer", "top_sheet")
+    names = ("norm_histogram", "loss_against_norm", "norms_per_class", "norms_per_layer")
     assert list(files) == [*(f"plots/{name}.png" for name in names), "report.html"]
     assert all(data.startswith(b"\x89PNG") for name, data in files.items() if name.endswith(".png"))
-
-
-@pytest.mark.long
-def test_each_figure_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For file and page together: a layout takes as long as drawing."""
-    laid_out: list[int] = []
-
-    def counting(plain: Any) -> Any:
-        def lay_out(*arguments: Any) -> None:
-            laid_out.append(1)
-            plain(*arguments)
-
-        return lay_out
-
-    monkeypatch.setattr(drawing, "_fill", counting(drawing._fill))
-    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", counting(ConstrainedLayoutEngine.execute))
-    files = written(frames.result(frames.classification(100)))
-    with_axes = [name for name in files if name.endswith(".png") and "sheet" not in name]
-    assert len(laid_out) == len(with_axes) == 4
 
 
 @pytest.mark.long

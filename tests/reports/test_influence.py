@@ -17,7 +17,7 @@ import pytest
 from psgrad.reports.influence_page import render_influence, write_influence_report
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.influence_terminal import summary, write_influence
-from psgrad.reports.influence_words import examples, flattened, signed
+from psgrad.reports.influence_words import examples, fit_facts, signed
 from psgrad.run.results import (
     ALL_INDEX,
     SIGN,
@@ -371,13 +371,12 @@ def test_the_same_result_gives_the_same_page() -> None:
 
 
 def test_nested_facts_get_one_name_each() -> None:
-    assert flattened(
-        {"mean_eigenvalue": 2, "spectrum": {"largest": 3, "by_layer": {"0": 1}}, "residual": None}
-    ) == {
-        "Mean eigenvalue": 2,
-        "Spectrum largest": 3,
-        "Spectrum by_layer 0": 1,
-    }
+    facts = {"mean_eigenvalue": 2, "spectrum": {"largest": 3, "by_layer": {"0": 1}}, "residual": None}
+    assert fit_facts(result(facts=[facts]))[2:] == [
+        ("Mean eigenvalue", "2"),
+        ("Spectrum largest", "3"),
+        ("Spectrum by layer 0", "1"),
+    ]
 
 
 # -- the terminal --------------------------------------------------------------------------------------------

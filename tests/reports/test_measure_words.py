@@ -15,7 +15,6 @@ from psgrad.engine.measures.measure import Gathered
 from psgrad.plugins import MEASURES, own_classes
 from psgrad.reports.measure_plots import histograms
 from psgrad.reports.measures import measure_sections
-from psgrad.reports.sections import Facts, Subtitle
 from psgrad.run.results import MeasureResult
 from tests.reports import frames
 
@@ -25,10 +24,7 @@ def _facts(**numbers: Any) -> dict[str, str]:
     (section,) = measure_sections(
         replace(frames.result(frames.classification(20)), measures={"grand": measure}), {}, 0
     )
-    place = section.parts.index(Subtitle("Of the whole dataset"))
-    found = section.parts[place + 1]
-    assert isinstance(found, Facts)
-    return dict(found.pairs)
+    return dict(section.numbers)
 
 
 def test_facts_matrix_is_left_to_its_figure() -> None:
@@ -63,9 +59,7 @@ def test_sources_and_meanings_of_known_measures_are_whole() -> None:
             kind.name, kind.title, kind.formula, kind.unit, kind.source, dict(kind.meanings)
         )
         (section,) = measure_sections(replace(frames.result(samples), measures={kind.name: measure}), {}, 0)
-        about = section.parts[0]
-        assert isinstance(about, Facts)
-        assert kind.source in dict(about.pairs).values()
+        assert kind.source in dict(section.about).values()
         columns = list(kind.meanings)
         if columns:
             shown = samples.assign(**dict.fromkeys(columns, np.arange(20.0)))

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 
-from psgrad.reports.drawing import Plot
+from psgrad.reports.figures import Plot
 from psgrad.reports.privacy_plots import (
     clipping_by_step,
     epsilon_against_steps,
@@ -116,7 +116,8 @@ def lines_of(axes: Axes) -> list[Line2D]:
 
 def test_a_plan_has_a_named_line_a_multiplier_and_its_final_bound() -> None:
     plan = private_runs.plan()
-    axes = axes_of(epsilon_by_multiplier(plan))
+    plot = epsilon_by_multiplier(plan)
+    axes = axes_of(plot)
     assert len(lines_of(axes)) == 5
     ends = [
         line.get_data()
@@ -126,26 +127,13 @@ def test_a_plan_has_a_named_line_a_multiplier_and_its_final_bound() -> None:
     assert [(int(steps[0]), float(spent[0])) for steps, spent in ends] == [
         (300, row.epsilon_pld) for row in plan.rows
     ]  # type: ignore[index]
-    names = [text.get_text().strip() for text in axes.texts]
-    assert sorted(names) == sorted(
-        [
-            "multiplier 0.55: 4.91",
-            "multiplier 0.8: 3.375",
-            "multiplier 1.1: 2.455",
-            "multiplier 1.5: 1.8",
-            "multiplier 2.2: 1.228",
-        ]
-    )
-
-
-def test_names_of_close_lines_do_not_overlap() -> None:
-    plan = private_runs.plan()
-    close = [replace(row, epsilon_pld=3 + 1e-3 * index) for index, row in enumerate(plan.rows)]
-    plot = epsilon_by_multiplier(replace(plan, rows=close))
-    plot.png()
-    heights = sorted(text.get_window_extent().y0 for text in axes_of(plot).texts)
-    text_height = axes_of(plot).texts[0].get_window_extent().height
-    assert all(upper - lower > 0.9 * text_height for lower, upper in itertools.pairwise(heights))
+    assert [text.get_text() for text in plot.figure.legends[0].texts] == [
+        "multiplier 0.55: 4.91",
+        "multiplier 0.8: 3.375",
+        "multiplier 1.1: 2.455",
+        "multiplier 1.5: 1.8",
+        "multiplier 2.2: 1.228",
+    ]
 
 
 def test_lines_stay_apart_in_grey_and_the_configured_one_is_orange() -> None:
@@ -181,7 +169,7 @@ def test_empty_batches_leave_a_gap() -> None:
 
 
 def marked(plots: Iterable[Plot]) -> list[bool]:
-    return ["NOT PRIVATE" in plot.figure.get_suptitle() for plot in plots]
+    return [plot.title.startswith("NOT PRIVATE") for plot in plots]
 
 
 def test_what_is_not_private_says_so_in_the_picture() -> None:

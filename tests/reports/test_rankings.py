@@ -11,7 +11,7 @@ import pytest
 
 from psgrad.reports.analyze_page import render
 from psgrad.reports.analyze_plots import norm_histogram
-from psgrad.reports.analyze_sections import gate_table
+from psgrad.reports.analyze_tables import gate_table
 from psgrad.reports.analyze_terminal import summary
 from psgrad.reports.outliers import rankings_of
 from psgrad.run.results import AnalyzeResult

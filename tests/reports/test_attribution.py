@@ -9,28 +9,23 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
-import pandas as pd
 import pytest
 from PIL import Image
 
 import psgrad.reports
-from psgrad.reports.attribution_plots import attribution_plots
-from psgrad.reports.attribution_section import (
+from psgrad.reports.analyze_page import render
+from psgrad.reports.attribution import MEASURES, attribution_cards, overlaid
+from psgrad.reports.spans import (
     LEVELS,
     LOWERS,
     MAX_POSITIONS,
-    MEASURES,
     RAISES,
-    Passage,
-    attribution_cards,
+    Span,
     level_of,
-    overlaid,
     pieces_of,
-    shade,
+    rgb,
     spans_of,
-    style_of,
 )
 from psgrad.run.results import AnalyzeResult, MeasureResult, TopSample
 from psgrad.run.results.manifest import read_manifest
@@ -59,10 +54,6 @@ def pixels(uri: str) -> np.ndarray[Any, Any]:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).convert("RGB")).astype(
         int
     )
-
-
-def rgb(colour: str) -> np.ndarray[Any, Any]:
-    return np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)])
 
 
 # -- colours -------------------------------------------------------------------------------------------------
@@ -105,7 +96,9 @@ def test_letters_are_read_on_every_shade(level: int, theme: str) -> None:
     ink, *papers = (
         re.search(rf"--{name}: (#[0-9a-f]+)", rules).group(1) for name in ("ink", "paper", "wash")
     )  # type: ignore[union-attr]
-    *colour, share = map(float, re.fullmatch(r"background:rgba\((.+)\)", style_of(level)).group(1).split(","))  # type: ignore[union-attr]
+    *colour, share = map(
+        float, re.fullmatch(r"background:rgba\((.+)\)", Span("", level).style).group(1).split(",")
+    )  # type: ignore[union-attr]
     for paper in papers:
         mixed = share * np.array(colour) + (1 - share) * rgb(
             paper if len(paper) == 7 else "#" + "".join(2 * x for x in paper[1:])
@@ -115,14 +108,12 @@ def test_letters_are_read_on_every_shade(level: int, theme: str) -> None:
 
 def test_shades_of_either_side_differ_and_darken() -> None:
     for side in (1, -1):
-        brightness = [luminance(shade(side * level)) for level in range(LEVELS + 1)]
-        assert brightness == sorted(brightness, reverse=True)
-    assert style_of(0) == ""
+        shares = [float(re.split("[,)]", Span("", side * level).style)[3]) for level in range(1, LEVELS + 1)]
+        assert shares == sorted(set(shares))
+    assert Span("", 0).style == ""
     # Protan and deutan eyes tell by blue against yellow: orange has less blue than red, blue has more.
-    assert all(
-        rgb(shade(level))[2] < rgb(shade(level))[0] and rgb(shade(-level))[2] > rgb(shade(-level))[0]
-        for level in (1, LEVELS)
-    )
+    assert rgb(RAISES)[2] < rgb(RAISES)[0]
+    assert rgb(LOWERS)[2] > rgb(LOWERS)[0]
 
 
 # -- pictures ------------------------------------------------------------------------------------------------
@@ -133,7 +124,7 @@ def test_overlays_say_what_full_colour_is_and_show_it() -> None:
     maps[0, 0, 1, 2], maps[0, 0, 3, 0] = 0.25, -0.125
     result = run(maps, [TopSample("", np.full((1, 4, 4), 0.5, np.float32))])
     (card,) = attribution_cards(result)
-    assert [overlay.measure for overlay in card.overlays] == list(MEASURES)
+    assert [overlay.title for overlay in card.overlays] == [name.replace("_", " ") for name in MEASURES]
     assert card.rank == "1"
     assert card.picture is not None
     assert card.overlays[0].scale == "full colour: 0.25 nats per unit of input"
@@ -146,7 +137,9 @@ def test_overlays_say_what_full_colour_is_and_show_it() -> None:
     assert np.abs(shown[1, 2] - rgb(RAISES)).max() < 25
     assert shown[3, 0, 2] > shown[3, 0, 0]
     assert np.ptp(shown[0, 0]) == 0
-    assert "orange raises" in card.overlays[0].alt
+    assert f"over the input of sample {card.id}: orange raises, blue lowers; full colour" in render(
+        result, []
+    )
 
 
 def test_channels_are_added_up() -> None:
@@ -171,7 +164,6 @@ def test_nothing_is_shown_where_no_map_was_kept() -> None:
     without = AnalyzeResult(result.samples, result.parameters, result.manifest, result.folder, measures=bare)
     for each in (result, without):
         assert attribution_cards(each) == []
-        assert attribution_plots(each) == []
 
 
 @pytest.mark.long
@@ -219,9 +211,12 @@ def test_special_tokens_are_marked() -> None:
         ("film", True, False),
         ("[SEP]", True, True),
     ]
-    html = Passage("Token loss", spans, "", "").html
-    assert '<span class="special">[CLS] </span><span>good </span>' in html
-    assert html.count('class="special" style=') == 1
+    assert [(span.classes, bool(span.style)) for span in spans] == [
+        ("special", False),
+        ("", False),
+        ("", True),
+        ("special", True),
+    ]
 
 
 def test_long_texts_are_cut_and_say_so() -> None:
@@ -238,10 +233,7 @@ def test_nasty_texts_are_spelled_out_and_escaped() -> None:
     shown = "".join(span.text for span in card.passages[0].spans)
     assert "\x1b" not in shown
     assert "\u202e" not in shown
-    page = jinja2.Environment(autoescape=True).from_string(
-        '{% for s in spans %}<span style="{{ s.style }}">{{ s.text }}</span>{% endfor %}'
-    )
-    html = page.render(spans=card.passages[0].spans)
+    html = render(result, []).split('id="attribution"')[1].split("</section>")[0]
     assert "<b>" not in html
     assert "&lt;b&gt;" in html
 
@@ -254,31 +246,10 @@ def test_ids_without_a_text_are_shown_by_position() -> None:
     assert not card.overlays
 
 
-# -- figures -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_there_is_a_sheet_a_measure_of_pictures_and_of_text() -> None:
-    rng = np.random.default_rng(0)
-    pictures = run(
-        rng.normal(size=(5, 1, 8, 8)), [TopSample("", rng.random((8, 8), np.float32)[None]) for _ in range(5)]
-    )
-    texts = run(
-        rng.normal(size=(2, 4)), [TopSample("", None, "a$\n\t")] * 2, ids_0=rng.integers(0, 9, (2, 4))
-    )
-    for result in (pictures, texts):
-        plots = attribution_plots(result)
-        assert [plot.name for plot in plots] == [f"attribution_{name}" for name in MEASURES]
-        assert all(plot.png(dpi=50).startswith(b"\x89PNG") for plot in plots[:2])
-    assert "up or down" in attribution_plots(texts)[0].caption
-    assert "Orange raises the loss" in attribution_plots(texts)[1].caption
-
-
 def test_ids_of_samples_are_found_by_row() -> None:
     result = run(np.ones((2, 1, 2, 2)), [TopSample("", np.ones((1, 2, 2), np.float32))] * 2)
     expected = result.samples.sort_values("rank")["id"].head(2).tolist()
     assert [card.id for card in attribution_cards(result)] == expected
-    assert isinstance(result.samples, pd.DataFrame)
 
 
 # -- ids -----------------------------------------------------------------------------------------------------

@@ -1,19 +1,19 @@
-"""Tables and sections of the page of an analyze run: the samples to look at, the gate with its findings, and
-the classes with their worst samples.
+"""The tables of the page of an analyze run: the samples to look at, their values, the gate with its findings,
+groups, classes with their worst samples, and parameters.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
 
-from psgrad.reports.sections import Bullets, Fold, Part, Subtitle, Text
-from psgrad.reports.tables import Mark, Table, TableColumn, Writer, table
+from psgrad.reports.outliers import listed_samples
+from psgrad.reports.tables import Table, TableColumn, Writer, column, number_column, table
 from psgrad.reports.words import (
     FACT_LIMIT,
     MISSING,
@@ -32,8 +32,9 @@ from psgrad.reports.words import (
 from psgrad.run.results import AnalyzeResult, disagrees, has_classes, top_samples
 from psgrad.run.results.check import CheckResult
 from psgrad.run.results.findings import RULES, Finding
+from psgrad.run.results.manifest import OutlierFacts
+from psgrad.wording import common_prefix, parameter_names, prefix_note
 
-MAX_SAMPLES = 200
 MAX_COLUMNS = 26
 MAX_VALUE_ROWS, MAX_VALUES = 40, 40
 
@@ -72,16 +73,6 @@ _WORDS = {"id", "target", "prediction", "group", "reasons"}  # columns that are 
 _NOT_SHOWN = {"index", "fingerprint", "log_norm", "is_outlier_issue", "status"}
 
 
-def listed_samples(samples: pd.DataFrame) -> pd.DataFrame:
-    """The samples to look at: those on the review list or named as outliers first, then by rank; unranked
-    ones never appear.
-    """
-    ranked = samples[samples["rank"].notna().to_numpy()]
-    issues = ranked[ranked["is_outlier_issue"].to_numpy(bool)].nsmallest(MAX_SAMPLES, "rank")
-    others = ranked[~ranked["is_outlier_issue"].to_numpy(bool)].nsmallest(MAX_SAMPLES - len(issues), "rank")
-    return pd.concat([issues, others]).sort_values("rank", kind="stable")
-
-
 def shown_columns(samples: pd.DataFrame) -> list[str]:
     """The columns of the table, in order, as far as there is something in them."""
     there = [
@@ -102,12 +93,12 @@ def sample_table(result: AnalyzeResult) -> Table:
     listed = listed_samples(result.samples)
     columns = [column_of(name, result) for name in shown_columns(result.samples)]
     rows = listed.assign(_differs=disagrees(listed)).to_dict("records")
-    return table("samples", "The samples to look at first", columns, rows, mark_of, explained=True)
+    return table("samples", "The samples to look at first", columns, rows, marks_of)
 
 
-def mark_of(row: Mapping[Any, Any]) -> Mark:
-    """The mark of a row of samples, whose `_differs` is the result of `disagrees`."""
-    return Mark(int(row["index"]), differs=("prediction",) if row["_differs"] else ())
+def marks_of(row: Mapping[Any, Any]) -> dict[str, Any]:
+    """The marks of a row of samples, whose `_differs` is the result of `disagrees`."""
+    return {"sample": int(row["index"]), "differs": ("prediction",) if row["_differs"] else ()}
 
 
 def values_table(result: AnalyzeResult) -> Table | None:
@@ -123,83 +114,52 @@ def values_table(result: AnalyzeResult) -> Table | None:
         return lambda row: value_words(row["_values"].get(name))
 
     columns = [
-        TableColumn("rank", lambda row: str(row["rank"]), True, "rank", sorted=True),
-        TableColumn("id", lambda row: identifier(row["id"]), key="id"),
-        *(column_of(each, result) for each in ("target", "prediction") if each in result.samples),
+        *(
+            column_of(each, result)
+            for each in ("rank", "id", "target", "prediction")
+            if each in result.samples
+        ),
         *(TableColumn(brief(name, 60), value_of(name), True, key_of(name)) for name in names[:MAX_VALUES]),
     ]
-    note = f"The first {MAX_VALUES} of {len(names):,} values are shown." if len(names) > MAX_VALUES else ""
     return table(
         "values",
         "The values of the top samples",
         columns,
         [{**known[each.id], "_values": dict(each.values)} for each in shown],
-        lambda row: Mark(int(row["index"])),
-        note=note,
+        lambda row: {"sample": int(row["index"])},
+        f"The first {MAX_VALUES} of {len(names):,} values are shown." if len(names) > MAX_VALUES else "",
     )
 
 
 def column_of(name: str, result: AnalyzeResult) -> TableColumn:
     """A column of the table of samples by its name: its heading, and how its values are written."""
-    manifest = result.manifest
-    write = _writer(name, result.class_names)
-    if name == "group":
-        by = manifest.judged.groups.by
-
-        def write(value: Any) -> str:
-            return group_words(value, by, result.class_names)
-
-    key, (words, meaning) = key_of(name), {**KNOWN, **LAST}.get(name, (words_of(name), ""))
+    manifest, names = result.manifest, result.class_names
+    writers: dict[str, Writer] = {
+        "id": identifier,
+        "rank": str,
+        "target": lambda value: label(value, names),
+        "prediction": lambda value: label(value, names),
+        "group": lambda value: group_words(value, manifest.judged.groups.by, names),
+        "percentile": lambda value: MISSING if pd.isna(value) else percentile(value),
+        "confidence": lambda value: MISSING if pd.isna(value) else percent(value),
+        "reasons": lambda value: brief(value if isinstance(value, str) else cell(value), 160),
+    }
+    words, meaning = {**KNOWN, **LAST}.get(name, (words_of(name), ""))
+    meaning = meaning.replace("{unit}", manifest.loss_unit)
     if name not in KNOWN and name not in LAST:
         brought = [each.meanings[name] for each in result.measures.values() if name in each.meanings]
         meaning = brief(brought[-1] if brought else "", 300)
     return TableColumn(
         words,
-        lambda row: write(row[name]),
+        lambda row: writers.get(name, number if name in KNOWN else cell)(row[name]),
         numeric=name not in _WORDS,
-        key="label" if name == "target" else key,
-        meaning=meaning.replace("{unit}", manifest.loss_unit) if name in KNOWN else meaning,
+        key="label" if name == "target" else key_of(name),
+        meaning=meaning,
         sorted=name == "rank",
     )
 
 
-def _writer(name: str, class_names: list[str] | None) -> Writer:
-    """How the values of a column are written."""
-    if name in ("target", "prediction"):
-        return lambda value: label(value, class_names)
-    if name == "percentile":
-        return lambda value: MISSING if pd.isna(value) else percentile(value)
-    if name == "confidence":
-        return lambda value: MISSING if pd.isna(value) else percent(value)
-    if name == "reasons":
-        return lambda value: brief(value if isinstance(value, str) else cell(value), 160)
-    writers: dict[str, Writer] = {"id": identifier, "rank": str}
-    return writers.get(name, number if name in KNOWN and name not in _WORDS else cell)
-
-
 MAX_FINDINGS = 100
-MAX_WARNINGS = 20
-_VERDICTS = {0: "The gate passed.", 1: "The gate failed.", 4: "The gate could not be evaluated."}
-
-
-def verdict_parts(check: CheckResult | None) -> Iterator[Part]:
-    """The verdict in a sentence, where there is a gate."""
-    if check is not None and check.outcomes:
-        yield Text(_VERDICTS.get(check.exit_code, ""), "" if check.exit_code == 0 else "failed")
-
-
-def gate_parts(check: CheckResult | None) -> Iterator[Part]:
-    """Each rule of the gate, its warnings, and the findings, to be unfolded."""
-    if check is None:
-        return
-    if check.outcomes:
-        yield Subtitle("The gate")
-        yield gate_table(check)
-    if check.warnings:
-        yield Bullets([brief(each, 300) for each in check.warnings[:MAX_WARNINGS]])
-    if check.findings:
-        findings = finding_table(check)
-        yield Fold(findings.caption, [findings])
 
 
 def gate_table(check: CheckResult) -> Table:
@@ -216,8 +176,7 @@ def gate_table(check: CheckResult) -> Table:
         "What each rule of the gate says",
         columns,
         check.outcomes,
-        lambda each: Mark(differs=() if each.outcome == "passed" else ("outcome",)),
-        tall=False,
+        lambda each: {} if each.outcome == "passed" else {"differs": ("outcome",)},
     )
 
 
@@ -242,14 +201,42 @@ def finding_table(check: CheckResult) -> Table:
         "Findings, the most severe first",
         columns,
         check.findings[:MAX_FINDINGS],
-        lambda each: Mark(each.index),
-        note=note + (f" {more:,} more are in findings.jsonl." if more > 0 else ""),
+        lambda each: {"sample": each.index},
+        note + (f" {more:,} more are in findings.jsonl." if more > 0 else ""),
     )
 
 
 def _state(finding: Finding) -> str:
     reason = finding.ignored_because
     return f"ignored: {brief(reason, 80)}" if reason else finding.state
+
+
+MAX_GROUPS = 200
+
+
+def group_table(facts: OutlierFacts, class_names: Sequence[str] | None) -> Table:
+    """A row a group, where samples were compared within groups."""
+    least = "the least that this group's reference can give (probability)"
+    columns = [column("group", "group"), number_column("samples", "samples", write=cell)]
+    if facts.referenced:
+        columns += [
+            number_column("reference", "trusted samples", write=cell),
+            number_column("smallest_p", "smallest p-value", least, cell),
+            number_column(
+                "smallest_flaggable",
+                "smallest number that can be named",
+                "fewer outliers than that can't be told (samples)",
+                cell,
+            ),
+            column("evaluable", "evaluable", cell, meaning="whether any sample of the group could be named"),
+        ]
+    by, each = facts.groups.by, facts.groups.each
+    rows = [
+        {**vars(about), "group": group_words(group, by, class_names)}
+        for group, about in list(each.items())[:MAX_GROUPS]
+    ]
+    note = f"{MAX_GROUPS} of {len(each):,} groups are shown." if len(each) > MAX_GROUPS else ""
+    return table("groups", f"Groups by {words_of(by)}", columns, rows, lambda _: {"only": "group"}, note)
 
 
 MAX_CLASSES = 200
@@ -284,60 +271,51 @@ def class_statistics(samples: pd.DataFrame) -> pd.DataFrame:
     return found.sort_values(["listed", "median_norm"], ascending=False, kind="stable")
 
 
-def class_parts(result: AnalyzeResult) -> Iterator[Part]:
-    """The table of classes, and the worst samples of each, to be unfolded."""
-    statistics = class_statistics(result.samples)
-    yield Subtitle("All classes")
-    yield class_table(result, statistics)
-    yield Subtitle("The worst samples of each class")
-    pages = class_pages(result, statistics)
-    yield from pages
-    if len(statistics) > len(pages):
-        words = f"{len(pages)} of {len(statistics):,} classes, those with the most listed samples."
-        yield Text(words, "quiet")
-
-
 def class_table(result: AnalyzeResult, statistics: pd.DataFrame) -> Table:
     """All classes, or the first MAX_CLASSES by listed samples."""
     unit, total = result.manifest.loss_unit, len(statistics)
-    listed = "how many are on the review list or named as outliers"
-    nonfinite = "how many have a loss or gradient that is not finite"
-    differs = "percentage of the class for which the model predicts another"
-    norm = f"{unit} per unit of parameter"
 
-    def whole(key: str, words: str, meaning: str) -> TableColumn:
-        return TableColumn(words, lambda row: f"{row[key]:,.0f}", True, key, meaning)
-
-    def share(row: dict[str, Any]) -> str:
-        return percent(row["listed"] / row["samples"])
+    def whole(value: float) -> str:
+        return f"{value:,.0f}"
 
     columns = [
-        TableColumn("class", lambda row: row["class"], key="class"),
-        whole("samples", "samples", "how many there are"),
-        whole("listed", "listed", listed),
-        TableColumn("listed share", share, True, "share", "the same in percent of the class"),
-        whole("nonfinite", "not finite", nonfinite),
-        TableColumn("prediction differs", lambda row: percent(row["differs"]), True, "differs", differs),
-        TableColumn(
-            "median gradient norm", lambda row: number(row["median_norm"]), True, "median_norm", norm
+        TableColumn("class", lambda row: row["name"], key="class"),
+        number_column("samples", "samples", "how many there are", whole),
+        number_column("listed", "listed", "how many are on the review list or named as outliers", whole),
+        number_column("share", "listed share", "the same in percent of the class", percent),
+        number_column(
+            "nonfinite", "not finite", "how many have a loss or gradient that is not finite", whole
         ),
-        TableColumn("median loss", lambda row: number(row["median_loss"]), True, "median_loss", unit),
+        number_column(
+            "differs",
+            "prediction differs",
+            "percentage of the class for which the model predicts another",
+            percent,
+        ),
+        number_column("median_norm", "median gradient norm", f"{unit} per unit of parameter"),
+        number_column("median_loss", "median loss", unit),
     ]
     shown = statistics.head(MAX_CLASSES)
     names = [label(target, result.class_names) for target in shown.index]
+    rows = shown.assign(name=names, share=shown["listed"] / shown["samples"]).to_dict("records")
     many = f"{MAX_CLASSES} of {total:,} classes are shown, most listed samples first."
-    return table(
-        "classes",
-        "Samples, norms and losses of each class",
-        columns,
-        shown.assign(**{"class": names}).to_dict("records"),
-        lambda row: Mark(only=("label", row["class"])),
-        note=many if total > MAX_CLASSES else "",
-        explained=True,
-    )
+    note = many if total > MAX_CLASSES else ""
+    caption = "Samples, norms and losses of each class"
+    return table("classes", caption, columns, rows, lambda _: {"only": "label"}, note)
 
 
-def class_pages(result: AnalyzeResult, statistics: pd.DataFrame) -> list[Fold]:
+@dataclass(frozen=True)
+class ClassPage:
+    """A class with its worst samples."""
+
+    name: str
+    samples: int
+    listed: int
+    median_norm: float
+    worst: Table
+
+
+def class_pages(result: AnalyzeResult, statistics: pd.DataFrame) -> list[ClassPage]:
     """The classes with the most listed samples, each with its worst samples."""
     samples, names = result.samples, result.class_names
     shown = statistics.head(MAX_OPENED)
@@ -345,23 +323,58 @@ def class_pages(result: AnalyzeResult, statistics: pd.DataFrame) -> list[Fold]:
     inside = samples[(place >= 0) & samples["rank"].notna().to_numpy()]
     ranked = inside.assign(_rank=inside["rank"].to_numpy(np.float64)).sort_values("_rank")
     worst = ranked.groupby("target", observed=True).head(WORST)
-    worst = worst.assign(_differs=disagrees(worst))
+    worst = worst.assign(_differs=disagrees(worst), prediction=worst.get("prediction"))
     by_class: dict[Any, pd.DataFrame] = dict(iter(worst.groupby("target", observed=True)))
     columns = [
-        TableColumn("rank", lambda row: str(row["rank"]), True, "rank", sorted=True),
-        TableColumn("id", lambda row: identifier(row["id"]), key="id"),
-        TableColumn("prediction", lambda row: label(row.get("prediction"), names), key="prediction"),
-        TableColumn("loss", lambda row: number(row["loss"]), True, "loss"),
-        TableColumn("gradient norm", lambda row: number(row["grad_norm"]), True, "grad_norm"),
+        column("rank", "rank", numeric=True, sorted=True),
+        column("id", "id", identifier),
+        column("prediction", "prediction", lambda value: label(value, names)),
+        number_column("loss", "loss"),
+        number_column("grad_norm", "gradient norm"),
     ]
-
     pages = []
-    for number_of, (target, about) in enumerate(shown.iterrows()):
+    for at, (target, about) in enumerate(shown.iterrows()):
         name, rows = label(target, names), by_class.get(target, worst.head(0)).to_dict("records")
-        caption = f"The worst samples of class {name}"
-        summary = Markup("<b>{}</b>: {:,.0f} samples, {:,.0f} listed, median gradient norm {}").format(
-            name, about["samples"], about["listed"], number(about["median_norm"])
-        )
-        listing = table(f"class-{number_of}", caption, columns, rows, mark_of, tall=False)
-        pages.append(Fold(summary, [listing], "page"))
+        listing = table(f"class-{at}", f"The worst samples of class {name}", columns, rows, marks_of)
+        sizes = int(about["samples"]), int(about["listed"])
+        pages.append(ClassPage(name, *sizes, about["median_norm"], listing))
     return pages
+
+
+MAX_PARAMETER_ROWS = 300
+NAME_LIMIT = 100
+
+
+def layer_table(parameters: pd.DataFrame, unit_of_loss: str) -> Table:
+    """One row for each parameter, in the order of the model."""
+    shown, left_out = parameters, ""
+    if len(parameters) > MAX_PARAMETER_ROWS:
+        shown = parameters.loc[parameters["share"].fillna(0).nlargest(MAX_PARAMETER_ROWS).index.sort_values()]
+        left_out = f"{len(shown)} of {len(parameters):,} parameters are shown, those with the largest share."
+    prefix = common_prefix(list(map(str, parameters["parameter"])))
+    names = parameter_names(list(map(str, shown["parameter"])), NAME_LIMIT, prefix)
+    unit = f"{unit_of_loss} per unit of parameter"
+
+    def text(value: Any) -> str:
+        return brief(str(value), NAME_LIMIT)
+
+    columns = [
+        column("parameter", "parameter"),
+        column("shape", "shape", text),
+        number_column(
+            "mean_norm", "mean norm", f"mean over samples of the norm of this parameter's gradient ({unit})"
+        ),
+        number_column("std_norm", "standard deviation", f"over samples ({unit})"),
+        number_column("median", "median", unit),
+        number_column("max_norm", "largest", unit),
+        number_column(
+            "share",
+            "share",
+            "mean squared norm, divided by that of all parameters together (%)",
+            lambda share: MISSING if pd.isna(share) else percent(share),
+        ),
+        column("computed_as", "computed as", text, meaning="the terms whose sum the gradient is"),
+    ]
+    note = ". ".join(part for part in (prefix_note(prefix), left_out) if part)
+    rows = shown.assign(parameter=names).to_dict("records")
+    return table("layers", "Gradient norms of each parameter", columns, rows, note=note)
