@@ -86,7 +86,6 @@ LONGER = {
     "engine/execution/streaming.py": 447,
     "engine/gradients/queries.py": 425,
     "engine/gradients/terms/term.py": 421,
-    "engine/measures/builtin/input_attribution.py": 405,
     "engine/privacy/clipped_sums.py": 405,
     "engine/transforms/rules/linear_systems.py": 409,
     "engine/transforms/rules/normalization.py": 407,
@@ -94,8 +93,8 @@ LONGER = {
 }
 # what -> (how much there was when this was written last, the goal), as LINES.
 SIZES = {
-    "lines of tests": (93_700, 62_000),
-    "words of docs": (66_000, 45_000),
+    "lines of tests": (91_600, 62_000),
+    "words of docs": (45_000, 45_000),
     "files that psgrad.commands.analyze loads, the engine's left out": (112, 60),
 }
 

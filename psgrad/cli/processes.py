@@ -103,10 +103,18 @@ def start(count: int) -> None:
     from psgrad.engine.execution.launcher import Signalled, launch
 
     try:
-        exit_code = launch(count, ["-m", "psgrad", *_without_option(sys.argv[1:])], usable_cores())
+        arguments = ["-m", "psgrad", *_without_option(sys.argv[1:])]
+        if not _imports_from_here():  # else `-m` would: a json.py there would be taken for Python's
+            arguments.insert(0, "-P")
+        exit_code = launch(count, arguments, usable_cores())
     except Signalled as ended:
         raise (Terminated if ended.number == signal.SIGTERM else KeyboardInterrupt) from None
     raise typer.Exit(exit_code)
+
+
+def _imports_from_here() -> bool:
+    """Whether this process looks for modules in the current folder first, as `python -m` does."""
+    return sys.path[0] in ("", str(Path.cwd()))
 
 
 def _without_option(arguments: list[str]) -> list[str]:

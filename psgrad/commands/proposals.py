@@ -195,6 +195,8 @@ def _pretrained_model(path: Path, folder: Path) -> dict[str, Any]:
 
 def _columns_of(path: Path) -> dict[str, str]:
     """name -> integer, fraction or text, of the columns of a file. Raises DataError."""
+    if not path.exists():
+        raise DataError(f"there is no dataset {path}", next_step="check the path")
     kind = data_format(path)
     tabs = pa.dataset.CsvFileFormat(pa.csv.ParseOptions(delimiter="\t"))
     formats = {"csv": "csv", "tsv": tabs, "jsonl": "json", "parquet": "parquet", "arrow": "arrow"}

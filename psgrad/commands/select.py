@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from psgrad.config import DataConfig
 from psgrad.data.sources.selection import (
     ROW_SUFFIXES,
-    Record,
     RowFilter,
     Rows,
     content_of,
@@ -89,8 +89,7 @@ def select(
         rows = _copied(data, base, frame[chosen], count)
     _write(output, rows)
     if rejected is not None:
-        others = zip(_places(frame[~chosen], data), reasons[~chosen], strict=True)
-        _write(rejected, [{**place, "reason": reason} for place, reason in others])
+        _write(rejected, _places(frame[~chosen], data, reasons[~chosen]))
     return Selection(output, int(chosen.sum()), len(frame), count)
 
 
@@ -238,12 +237,19 @@ def _copied(data: DataConfig, base: Path, chosen: pd.DataFrame, count: int) -> R
 # -- what is written -----------------------------------------------------------------------------------------
 
 
-def _places(frame: pd.DataFrame, data: DataConfig) -> list[Record]:
-    """The `id` of each row, and its `index` in the whole dataset; of groups of rows the ids."""
+def _places(frame: pd.DataFrame, data: DataConfig, reasons: pd.Series[Any] | None = None) -> Rows:
+    """The `id` of each row, and its `index` in the whole dataset; of groups of rows the ids. With reasons
+    each row's `reason` too.
+    """
     columns = {"id": "id"}
     if data.group is None:
         columns["dataset_row" if "dataset_row" in frame else "index"] = "index"
-    records = frame[list(columns)].rename(columns=columns).to_dict("records")
+    found = frame[list(columns)].rename(columns=columns)
+    if reasons is not None:
+        found = found.assign(reason=reasons)
+    if found.empty:  # a table of no rows has its columns still
+        return pa.Table.from_pandas(found, preserve_index=False)
+    records = found.to_dict("records")
     return [{str(name): value for name, value in record.items()} for record in records]
 
 
@@ -259,7 +265,8 @@ def _write(output: Path, rows: Rows) -> None:
 
 def _lines(rows: Rows) -> bytes:
     """The ids of rows, one a line, with the reasons."""
-    lines = ["\t".join(str(row[name]) for name in ("id", "reason") if name in row) for row in rows]
+    records = rows.to_pylist() if isinstance(rows, pa.Table) else rows
+    lines = ["\t".join(str(row[name]) for name in ("id", "reason") if name in row) for row in records]
     broken = [line for line in lines if "\n" in line or "\r" in line]
     if broken:
         raise DataError(

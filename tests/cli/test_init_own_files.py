@@ -74,7 +74,7 @@ def test_init_of_fractions_as_targets_has_a_loss_of_numbers(workplace: Workplace
         ("t.parquet", b"not one", "t.parquet can't be read"),
         ("t.xlsx", b"", "the columns of t.xlsx can't be read by init"),
         ("t.npz", b"PK", "t.npz can't be read"),
-        ("gone.csv", None, "gone.csv can't be read"),
+        ("gone.csv", None, "there is no dataset gone.csv"),
     ],
 )
 def test_init_of_a_file_that_can_not_be_read(

@@ -331,3 +331,18 @@ def test_a_full_disk_under_standard_output_is_reported(config: Path) -> None:
     assert process.returncode == 3
     assert "error: what is printed can't be written: No space left on device\n" in words
     assert "internal error" not in words
+
+
+def test_processes_import_nothing_from_the_current_folder(begun: Path, tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    # what the script psgrad in a bin folder does, where the current folder is no place of modules
+    script = [sys.executable, "-P", "-c", "from psgrad.cli import main; main()"]
+    options = ["--output", str(tmp_path / "run"), "--no-report", "--processes", "2"]
+    done = subprocess.run(
+        [*script, "analyze", str(begun / "psgrad.yaml"), *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -255,7 +255,9 @@ def test_rank_that_sums_other_records_than_given_stops_the_step(
     assert [rank.code for rank in ended] == [EXIT_RUNTIME] * 2
     assert "the ranks have summed other records than those that were drawn for step 1" in ended[0].err
     assert "Traceback" not in ended[0].err
-    assert ended[1].err == ""
+    # Rank 0 holds the store here, which torchrun does else: rank 1 may not learn why it has ended.
+    assert ended[1].err == "" or "error: rank 1 has lost another rank" in ended[1].err
+    assert "Traceback" not in ended[1].err
     assert private.ledger("step") == []
 
 

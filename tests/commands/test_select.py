@@ -131,6 +131,16 @@ def test_select_csv_with_long_cells_and_odd_line_ends(tmp_path: Path) -> None:
     assert rows.seen == 2
 
 
+@pytest.mark.parametrize("name", ["data.csv", "data.tsv"])
+def test_select_no_row_keeps_the_columns(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("a,b\n1,2\n3,4\n".replace(",", "\t" if name == "data.tsv" else ","))
+    data = DataConfig.model_validate({"path": name, "inputs": "a", "target": "b"})
+    rows = whole_rows(data, tmp_path, RowFilter(lambda *_: False))
+    assert content_of(rows, ".csv") == b"a,b\n"
+    assert pq.read_table(pa.BufferReader(content_of(rows, ".parquet"))).column_names == ["a", "b"]
+    assert content_of(rows, ".jsonl") == b""
+
+
 def test_select_lines_of_text(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("one\n\ntwo\nthree")
     data = DataConfig.model_validate({"path": "rows.txt", "text": "text"})
@@ -155,6 +165,15 @@ def test_ids_of_rows_of_arrays_come_in_each_format(workplace: Workplace) -> None
     assert pd.read_csv("clean.csv").to_dict("list") == wanted
     assert pd.read_json("clean.jsonl", lines=True).to_dict("list") == wanted
     assert pd.read_parquet("clean.parquet").to_dict("list") == wanted
+
+
+def test_lists_of_no_rows_have_their_columns(workplace: Workplace) -> None:
+    workplace.succeeded("--no-report")
+    selected(workplace, "loss < 0", "none.csv", "--rejected", "all.csv")
+    selected(workplace, "loss >= 0", "some.csv", "--rejected", "none.txt")
+    selected(workplace, "loss >= 0", "again.csv", "--rejected", "empty.csv")
+    texts = [(workplace.folder / name).read_text() for name in ("none.csv", "none.txt", "empty.csv")]
+    assert texts == ["id,index\n", "", "id,index,reason\n"]
 
 
 def test_select_groups_of_the_datasets_library(workplace: Workplace) -> None:

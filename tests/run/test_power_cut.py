@@ -220,7 +220,11 @@ def unsynced_write(target: Path, data: bytes, mode: int | None = None) -> None:
 @pytest.mark.parametrize(
     ("place", "instead", "words"),
     [
-        ("psgrad.run.ledger.durable_files", without("sync"), "released without a ledger|the ledger lags"),
+        (
+            "psgrad.run.ledger.durable_files",
+            without("sync"),
+            "released without a ledger|the ledger lags a release|the ledger that paid for it is gone",
+        ),
         (
             "psgrad.run.ledger.durable_files",
             without("sync_folder"),

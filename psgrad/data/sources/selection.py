@@ -83,13 +83,19 @@ def whole_rows(data: DataConfig, base: Path, rows: RowFilter) -> Rows:
         return table.select(kept).with_format("arrow")[:]
     tables: list[pa.Table] = []
     records: list[Record] = []
+    names: dict[str, None] = {}
     for path in data_files(data, base):
         with errors_of_damage(path, data_format(path)):
             if data_format(path) in _ARROW:
                 tables.append(_kept_batches(path, rows))
             else:
                 group = rows.group or ""
-                records += (record for record in _records(path) if rows.keeps(record.get(group)))
+                for record in _records(path):
+                    names.update(dict.fromkeys(record))
+                    if rows.keeps(record.get(group)):
+                        records.append(record)
+    if not tables and not records:  # a table of no rows has its columns still
+        return pa.table({name: pa.array([], pa.string()) for name in names})
     return pa.concat_tables(tables, promote_options="permissive") if tables else records
 
 

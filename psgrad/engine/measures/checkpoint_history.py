@@ -39,12 +39,12 @@ class History:
 
     @classmethod
     def of(cls, names: Sequence[str], rows: Mapping[str, torch.Tensor]) -> History:
-        """From the columns [n] of the passes at all checkpoints."""
+        """From the columns [n, 1] of the passes at all checkpoints."""
         found = {key.split(".")[1] for key in rows if key.startswith(f"{_PREFIX}.")}
         return cls(
             names,
             {
-                name: torch.stack([rows[column(name, t)] for t in range(len(names))], 1)
+                name: torch.cat([rows[column(name, t)] for t in range(len(names))], 1)
                 for name in sorted(found)
             },
         )

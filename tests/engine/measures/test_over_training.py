@@ -29,7 +29,7 @@ def history(*, loss: Any = None, **said: Any) -> dict[str, Tensor]:
     result["loss"] = torch.ones_like(any_of) if loss is None else torch.tensor(loss, dtype=torch.float64)
     result.setdefault("grad_norm", torch.ones_like(any_of))
     return {
-        column(name, t): each for name, values in result.items() for t, each in enumerate(values.unbind(1))
+        column(name, t): each for name, values in result.items() for t, each in enumerate(values.split(1, 1))
     }
 
 

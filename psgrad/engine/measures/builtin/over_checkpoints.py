@@ -77,7 +77,9 @@ class CheckpointOutputs(Measure):
 
 
 class CheckpointColumns:
-    """Loss, norm and the kept part of the output at checkpoint t, as columns [k]."""
+    """Loss, norm and the kept part of the output at checkpoint t, as columns [k, 1], which are not columns of
+    the table of samples.
+    """
 
     needs_factors = False
 
@@ -86,7 +88,7 @@ class CheckpointColumns:
 
     def columns(self, found: PerSampleGradients | SquareNorms) -> Arrays:
         columns = {"loss": found.losses.double(), "grad_norm": found.square_norms().sqrt(), **found.aux}
-        return {column(name, self._t): values.contiguous() for name, values in columns.items()}
+        return {column(name, self._t): values.unsqueeze(1) for name, values in columns.items()}
 
     def keep(self) -> None:
         """Nothing is gathered."""
