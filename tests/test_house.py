@@ -304,7 +304,7 @@ def test_a_mention_is_no_rival(code: str) -> None:
         ("psgrad.engine.measures", "psgrad.engine.gradients.per_sample_gradients", False),
         ("psgrad.engine.gradients.planner", "psgrad.engine.transforms.vmap", False),
         ("psgrad.errors", "psgrad.config.Config", True),
-        ("psgrad.reports.analyze_page", "psgrad.run.RunFolder", True),
+        ("psgrad.run", "psgrad.reports.words", True),
         ("psgrad.models.in_files", "psgrad.engine.execution.stored", False),
         ("psgrad.engine.execution.streaming", "psgrad.data.sources.load", True),
         ("psgrad.engine.execution.self_check", "psgrad.commands", True),

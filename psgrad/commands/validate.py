@@ -141,7 +141,7 @@ def _look_at_stored(config: Config, found: Validation) -> int | None:
         baselines["analyze.outliers.reference"] = reference.baseline
     for where, path in baselines.items():
         if path is not None:
-            from psgrad.quality.baselines import read_baseline
+            from psgrad.quality.gates import read_baseline
 
             with found.problems_at(where):
                 read_baseline(config.base / path)

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from psgrad.cli.app import app
 from psgrad.config import load_config
 from psgrad.plugins import DETECTORS, own_classes
-from psgrad.quality.baselines import SAVED_ROWS
 from psgrad.quality.conformal import resolution
+from psgrad.quality.gates import SAVED_ROWS
 from psgrad.quality.references import LEAST_ROWS
 from psgrad.run.results import SAMPLE_COLUMNS
 

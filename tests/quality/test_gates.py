@@ -12,9 +12,8 @@ import pytest
 
 from psgrad.config import GateConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.quality.baselines import changed, gone, mark_known, read_baseline, written
 from psgrad.quality.findings import counts_of, in_order, named_samples, read_ignore_list, with_states
-from psgrad.quality.gates import evaluate
+from psgrad.quality.gates import changed, evaluate, gone, mark_known, read_baseline, written
 from psgrad.run.results import GateOutcome
 from psgrad.run.results.findings import Baseline, Known
 from psgrad.run.results.manifest import read_manifest

@@ -10,8 +10,8 @@ import pytest
 from sklearn.neighbors import NearestNeighbors
 
 from psgrad.errors import ConfigError, DataError
-from psgrad.quality.baselines import read_reference, saved_reference
 from psgrad.quality.detector import detector_scores
+from psgrad.quality.gates import read_reference, saved_reference
 from psgrad.quality.judging import judge
 from psgrad.quality.references import measured_as, reference_of, require_comparable
 from psgrad.run.results.manifest import read_manifest

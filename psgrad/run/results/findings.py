@@ -89,7 +89,7 @@ class Baseline(ShortRepr):
     """Attributes:
 
     findings: those that were accepted. run: of which run: psgrad's version, the data's fingerprint, how many
-    samples. reference: the scores of that run's samples, as psgrad/quality/baselines.py has them; None where
+    samples. reference: the scores of that run's samples, as psgrad/quality/gates.py has them; None where
     there are none.
     """
 
