@@ -24,7 +24,7 @@ from psgrad.reports.figures import (
 )
 from psgrad.reports.loss_against_norm import MAX_POINTS, NORM_AXIS, drawable, loss_against_norm
 from psgrad.reports.outliers import LISTED, listed_words
-from psgrad.reports.words import count, label, number, percent, shorten_middle
+from psgrad.reports.words import count, label, number
 from psgrad.run.results import AnalyzeResult, has_classes
 from psgrad.wording import common_prefix, correlation, parameter_names, prefix_note
 
@@ -56,12 +56,13 @@ def norm_histogram(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
     drawn, not_drawn = drawable(samples, ["grad_norm"])
     norm, review = drawn["grad_norm"].to_numpy(float), drawn["is_outlier_issue"].to_numpy(bool)
     figure, axes = figure_with_axes(3.2)
-    caption = f"Distribution of the gradient norms of {count(len(drawn))}. "
-    alt = "Histogram of the gradient norms: nothing to draw."
+    caption = f"Distribution of the gradient norms of {count(len(drawn))}"
     if not len(drawn):
         say_empty(axes)
+        caption += ". "
     else:
-        bins = log_bins(norm, 60)
+        caption += f": from {number(norm.min())} to {number(norm.max())}, median {number(np.median(norm))}. "
+        bins, marks = log_bins(norm, 60), int(review.sum())
         counts, reviewed = (np.histogram(values, bins)[0] for values in (norm, norm[review]))
         # One outline each, as a bar a bin takes ten times as long.
         axes.stairs(counts - reviewed, bins, fill=True, color=REST, label="other samples")
@@ -70,30 +71,16 @@ def norm_histogram(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
         begins = bool(review.any() and not review.all() and norm[review].min() >= norm[~review].max())
         if begins:
             axes.axvline(norm[review].min(), color=REVIEW, linewidth=1, linestyle=DASHES)
-        if 0 < review.sum() <= MAX_MARKS:
-            axes.plot(
-                norm[review],
-                np.full(int(review.sum()), -0.02),
-                "|",
-                color=REVIEW,
-                markersize=7,
-                transform=axes.get_xaxis_transform(),
-                clip_on=False,
-            )
+        if 0 < marks <= MAX_MARKS:
+            below, places = axes.get_xaxis_transform(), np.full(marks, -0.02)
+            axes.plot(norm[review], places, "|", color=REVIEW, ms=7, transform=below, clip_on=False)
         axes.set_ylim(bottom=0)
         count_axis(axes)
         legend_above(axes)
-        caption += f"Orange: {listed} ({count(int(review.sum()))})"
+        caption += f"Orange: {listed} ({count(marks)})"
         caption += ", from the dashed line on" if begins else ""
-        caption += "; the ticks below are these samples. " if 0 < review.sum() <= MAX_MARKS else ". "
-        alt = (
-            f"Histogram of the gradient norms of {count(len(norm))} on a log axis: from {number(norm.min())}"
-            f" to {number(norm.max())}, median {number(np.median(norm))}."
-        )
-        if review.any():
-            reviewed_norms = f"{number(norm[review].min())} to {number(norm[review].max())}"
-            alt += f" Of them {int(review.sum()):,} are marked, {listed}, of norms from {reviewed_norms}."
-    return Plot("norm_histogram", "Gradient norms", caption + not_drawn, figure, alt=alt)
+        caption += "; the ticks below are these samples. " if 0 < marks <= MAX_MARKS else ". "
+    return Plot("norm_histogram", "Gradient norms", caption + not_drawn, figure)
 
 
 @styled
@@ -117,9 +104,7 @@ def norm_against_length(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
     spearman = correlation(drawn["length"].rank().corr(drawn["grad_norm"].rank()))
     many = f" At most {MAX_POINTS:,} samples of each colour are drawn." if len(drawn) > MAX_POINTS else ""
     caption = f"One point a sample; rank correlation of length and norm (Spearman): {spearman}.{many} "
-    alt = f"Gradient norm against length of {count(len(drawn))}; their rank correlation is {spearman}."
-    title = "Gradient norm against length"
-    return Plot("norm_against_length", title, caption + not_drawn, figure, alt=alt)
+    return Plot("norm_against_length", "Gradient norm against length", caption + not_drawn, figure)
 
 
 @styled
@@ -162,15 +147,7 @@ def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None, listed
         sizes = groups.size()
         name_rows(axes, [f"{label(target, class_names)}  (n = {sizes[target]:,})" for target in spread.index])
         axes.set(xlabel=NORM_AXIS)
-    alt = f"Spread of the gradient norms of each of {total:,} classes."
-    if total:
-        medians = spread[0.5].to_numpy()
-        for words, place in (("largest", int(medians.argmax())), ("smallest", int(medians.argmin()))):
-            alt += (
-                f" The {words} median is that of class {label(spread.index[place], class_names)}:"
-                f" {number(medians[place])}."
-            )
-    return Plot("norms_per_class", "Gradient norms per class", caption + not_drawn, figure, alt=alt)
+    return Plot("norms_per_class", "Gradient norms per class", caption + not_drawn, figure)
 
 
 @styled
@@ -207,11 +184,4 @@ def norms_per_layer(parameters: pd.DataFrame) -> Plot:
     shares.set(xlabel="share (%)")
     shares.tick_params(labelleft=False)
     shares.grid(axis="y", visible=False)
-    alt = f"Spread of the gradient norms of {len(parameters):,} parameters, and the share of each."
-    if parameters["share"].notna().any():
-        most = parameters.nlargest(1, "share").iloc[0]
-        alt += (
-            f" The largest share, {percent(most['share'])}, is that of"
-            f" {shorten_middle(str(most['parameter']), 100)}."
-        )
-    return Plot("norms_per_layer", "Gradient norms per layer", caption, figure, alt=alt)
+    return Plot("norms_per_layer", "Gradient norms per layer", caption, figure)

@@ -170,8 +170,7 @@ def draw_comparison(result: Comparison) -> Plot:
     caption = (
         f"{count(len(a))} that are in both runs and have a score in both. On the line nothing has changed. "
     )
-    alt = f"{clean(result.score)} in run B against run A; {sentences(result)[1]}."
-    return Plot("comparison", "Score in B against A", caption, figure, alt=alt)
+    return Plot("comparison", "Score in B against A", caption, figure)
 
 
 def render_page(result: Comparison) -> str:

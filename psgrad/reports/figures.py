@@ -45,13 +45,17 @@ styled = style.context(str(Path(__file__).with_name("psgrad.mplstyle")))
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure with its words. alt: what it shows, for readers who can't see it."""
+    """A figure with its words."""
 
     name: str
     title: str
     caption: str
     figure: Figure
-    alt: str = ""
+
+    @property
+    def alt(self) -> str:
+        """What it shows, for readers who can't see it."""
+        return f"{self.title}: {self.caption}"
 
     @styled
     def png(self, dpi: int = 150) -> bytes:

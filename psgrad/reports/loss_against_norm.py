@@ -41,9 +41,9 @@ def loss_against_norm(samples: pd.DataFrame, unit: str = "", listed: str = LISTE
     log_loss = bool((samples.loc[samples["status"] == "ok", "loss"] >= 0).all())
     drawn, not_drawn = drawable(samples, ["grad_norm", "loss"] if log_loss else ["grad_norm"])
     figure, axes = figure_with_axes(4.2)
-    alt = "Loss against gradient norm: nothing to draw."
     caption = (
-        "One point a sample. Wherever the two orders disagree, neither is right by itself: look at both. "
+        f"One point a sample, of {count(len(drawn))}. Wherever the two orders disagree, neither is right by"
+        " itself: look at both. "
     )
     if not len(drawn):
         say_empty(axes)
@@ -51,10 +51,6 @@ def loss_against_norm(samples: pd.DataFrame, unit: str = "", listed: str = LISTE
         axes.set(xscale="log", yscale="log" if log_loss else "linear")
         caption += _draw_points(axes, drawn, listed_samples(samples).index, listed)
         caption += "Outlined: the samples of the table of the page. "
-        alt = (
-            f"Loss against gradient norm of {count(len(drawn))},"
-            f" {count(int(drawn['is_outlier_issue'].sum()))} of them listed."
-        )
         loss = f"loss ({unit})" if unit else "loss"
         axes.set(xlabel=NORM_AXIS, ylabel=loss)
         if log_loss:
@@ -64,8 +60,7 @@ def loss_against_norm(samples: pd.DataFrame, unit: str = "", listed: str = LISTE
         if drawn["loss"].nunique() > 1 and drawn["grad_norm"].nunique() > 1:
             spearman = correlation(drawn["loss"].rank().corr(drawn["grad_norm"].rank()))
             caption += f"Rank correlation of loss and norm (Spearman): {spearman}. "
-            alt += f" Their rank correlation is {spearman}."
-    return Plot("loss_against_norm", "Loss against gradient norm", caption + not_drawn, figure, alt=alt)
+    return Plot("loss_against_norm", "Loss against gradient norm", caption + not_drawn, figure)
 
 
 def linked_svg(plot: Plot, listed: pd.DataFrame, class_names: list[str] | None) -> Markup:

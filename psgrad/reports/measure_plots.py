@@ -100,9 +100,8 @@ def histograms(measure: MeasureResult, samples: pd.DataFrame, columns: list[str]
     return Plot(
         f"measure_{_file_name(measure.name)}",
         f"{measure.title}: distribution",
-        f"Samples per bin; orange: those on the review list or named as outliers. {caption}",
+        f"Samples per bin; orange: those on the review list or named as outliers. {caption} {' '.join(said)}",
         figure,
-        alt=f"Histograms. {' '.join(said)}",
     )
 
 
@@ -123,20 +122,20 @@ def spectrum(measure: MeasureResult, name: str, values: Array) -> Plot:
     if len(positive):
         axes.set(yscale="log", ylabel=f"{words_of(name)} (log scale)")
     total = float(ordered.sum())
-    alt = (
+    words = (
         f"{words_of(name)}: {count(len(ordered), 'value')}, the largest"
         f" {number(ordered[0] if len(ordered) else None)}"
     )
     if total > 0:
-        alt += f", which is {percent(ordered[0] / total)} of their sum"
-        alt += f"; the first ten are {percent(ordered[:10].sum() / total)} of it" if len(ordered) > 10 else ""
-    return _plot(measure, name, f"{alt}.", figure, f"{alt}.")
+        words += f", which is {percent(ordered[0] / total)} of their sum"
+        words += f"; the first ten are {percent(ordered[:10].sum() / total)} of it" if len(ordered) > 10 else ""
+    return _plot(measure, name, f"{words}.", figure)
 
 
-def _plot(measure: MeasureResult, name: str, caption: str, figure: Figure, alt: str) -> Plot:
+def _plot(measure: MeasureResult, name: str, caption: str, figure: Figure) -> Plot:
     """The figure of something, by its name, that a measure found."""
     file_name = f"measure_{_file_name(measure.name)}_{_file_name(name)}"
-    return Plot(file_name, f"{measure.title}: {words_of(name)}", caption, figure, alt=alt)
+    return Plot(file_name, f"{measure.title}: {words_of(name)}", caption, figure)
 
 
 def class_matrix(measure: MeasureResult, table: pd.DataFrame, class_names: list[str] | None) -> Plot:
@@ -189,11 +188,11 @@ def matrix(
                 said = _two_digits(float(shown[row, column]))
                 axes.text(column, row, said, size=8, ha="center", va="center", color=colour)
     off = values[~np.eye(side, dtype=bool)].astype(np.float64)
-    alt = (
+    words = (
         f"{words_of(name)}, {side:,} by {side:,}: diagonal {_range(np.diag(values))}, the rest {_range(off)}."
     )
-    caption = alt + (" Neighbouring rows and columns are averaged." if side > MAX_SIDE else "")
-    return _plot(measure, name, caption, figure, alt)
+    caption = words + (" Neighbouring rows and columns are averaged." if side > MAX_SIDE else "")
+    return _plot(measure, name, caption, figure)
 
 
 @styled
@@ -234,18 +233,12 @@ def trajectories(measure: MeasureResult, samples: pd.DataFrame) -> Plot:
             said.append(f"the median {words} goes from {number(middle[0])} to {number(middle[-1])}")
     named = shorten_apart([identifier(name) for name in checkpoints[:MAX_TICKS]], 60)
     names = ", ".join(f"{place}: {name}" for place, name in enumerate(named, start=1))
-    alt = f"Samples at {count(len(checkpoints), 'checkpoint')}: {' and '.join(said)}."
     caption = (
-        f"{alt} Orange: the first {len(worst)} ranks. Checkpoints:"
-        f" {names}{', …' if len(checkpoints) > MAX_TICKS else ''}."
+        f"Samples at {count(len(checkpoints), 'checkpoint')}: {' and '.join(said)}. Orange: the first"
+        f" {len(worst)} ranks. Checkpoints: {names}{', …' if len(checkpoints) > MAX_TICKS else ''}."
     )
-    return Plot(
-        f"measure_{_file_name(measure.name)}_checkpoints",
-        f"{measure.title}: through training",
-        caption,
-        figure,
-        alt=alt,
-    )
+    name = f"measure_{_file_name(measure.name)}_checkpoints"
+    return Plot(name, f"{measure.title}: through training", caption, figure)
 
 
 def _histogram(axes: Axes, values: Array, listed: Array, words: str) -> str:

@@ -227,7 +227,7 @@ def test_comparison_page_escapes_text(tmp_path: Path) -> None:
     assert "<script" not in page
     assert "onerror=alert(1)>" not in page
     assert page.count("<table ") == 2
-    assert 'alt="grad_norm in run B against run A' in page
+    assert 'alt="Score in B against A: ' in page
     assert len(page) < 2_000_000
 
 
