@@ -145,15 +145,6 @@ def test_a_click_on_a_heading_sorts_by_its_numbers_and_leaves_missing_ones_last(
         assert None in values
 
 
-def test_the_keyboard_sorts_words_as_words(open_page: Open, full_page: Path) -> None:
-    page = open_page(full_page)
-    page.at.locator("#samples th[data-key=id] button").focus()
-    page.at.keyboard.press("Enter")
-    assert column(page, "id") == sorted(column(page, "id"))
-    page.at.keyboard.press("Space")
-    assert column(page, "id") == sorted(column(page, "id"), reverse=True)
-
-
 def test_the_filter_finds_words_numbers_and_what_is_missing(open_page: Open, full_page: Path) -> None:
     page = open_page(full_page)
     field = page.at.get_by_label("Filter", exact=True).first
@@ -311,20 +302,3 @@ def test_comparison_fits_the_window_whatever_a_warning_holds(
     page = open_page(tmp_path / "diff.html", width=width)
     assert page.complaints == []
     assert page.ask("document.scrollingElement.scrollWidth <= innerWidth"), page.ask(OUTSIDE)
-
-
-@pytest.mark.parametrize("width", [500, 1180, 1920])
-def test_tables_use_the_width_and_hide_nothing_that_fits(
-    open_page: Open, full_page: Path, width: int
-) -> None:
-    page = open_page(full_page, width=width)
-    found = page.ask(
-        "[...document.querySelectorAll('#samples')].map(t => [t.scrollWidth,"
-        " t.closest('.scroll').clientWidth])[0]"
-    )
-    needed, room = found
-    assert room > 0.9 * width - 60  # margins, and a scroll bar
-    if width == 1920:
-        assert needed <= room + 1  # 15 columns: none is behind the edge
-    assert page.ask("document.documentElement.scrollWidth") <= width
-    assert page.complaints == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -146,13 +145,6 @@ def test_detector_magnitude_of_rows(name: str, scale: float) -> None:
     ).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_detector_equal_rows(name: str) -> None:
-    result = detect(name, FEW[name], np.ones((12, 3)), None, 0)
-    assert len(np.unique(result)) == 1
-    assert np.isfinite(result).all()
-
-
 def test_detector_one_row_and_no_rows() -> None:
     assert np.isnan(detect("nearest_neighbours", {}, drawn(1, 3), None, 0)).all()
     assert np.isfinite(detect("isolation_forest", {}, drawn(1, 3), None, 0)).all()
@@ -219,10 +211,3 @@ def test_detector_reference_of_other_width_refused() -> None:
         detect("nearest_neighbours", {}, drawn(5, 3), np.full((2, 3), np.nan), 0)
     with pytest.raises(ConfigError, match="no row of the reference"):
         detect("nearest_neighbours", {"metric": "cosine"}, drawn(5, 3), np.zeros((2, 3)), 0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_detector_descriptions(name: str) -> None:
-    kind = own_classes(DETECTORS)[name]
-    assert all((kind.title, kind.unit, kind.source))
-    assert all(f"{option}:" in str(kind.__doc__) for option in (each.name for each in fields(kind)))

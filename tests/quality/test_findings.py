@@ -92,7 +92,3 @@ def test_findings_limit_per_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept["rule"].tolist() == ["nonfinite"] * 3 + ["outlier"] * 3
     assert kept["id"].tolist()[3:] == ["s9", "s8", "s7"]
     assert (counts_of(named)["outlier"]["new"], counts_of(named)["nonfinite"]["new"]) == (10, 4)
-
-
-def test_finding_id_number() -> None:
-    assert found(table(3, listed=(1,), ids=[10, 11, 12]))[0].id == 11

@@ -99,7 +99,3 @@ def test_expected_overlap_is_that_of_two_normals(rho: float, top: int, count: in
         [-edge, -edge], [0, 0], [[1, pearson], [pearson, 1]], allow_singular=True, abseps=1e-9, releps=1e-9
     )
     assert expected_overlap(rho, top, count) == pytest.approx(count * both, abs=2e-3)
-
-
-def test_expected_overlap_of_all_samples_is_all_of_them() -> None:
-    assert [expected_overlap(rho, 7, 7) for rho in (-1.0, 0.2, 1.0)] == [7.0] * 3

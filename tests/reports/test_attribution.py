@@ -106,16 +106,6 @@ def test_letters_are_read_on_every_shade(level: int, theme: str) -> None:
         assert contrast("#" + "".join(f"{round(part):02x}" for part in mixed), ink) >= 4.5
 
 
-def test_shades_of_either_side_differ_and_darken() -> None:
-    for side in (1, -1):
-        shares = [float(re.split("[,)]", Span("", side * level).style)[3]) for level in range(1, LEVELS + 1)]
-        assert shares == sorted(set(shares))
-    assert Span("", 0).style == ""
-    # Protan and deutan eyes tell by blue against yellow: orange has less blue than red, blue has more.
-    assert rgb(RAISES)[2] < rgb(RAISES)[0]
-    assert rgb(LOWERS)[2] > rgb(LOWERS)[0]
-
-
 # -- pictures ------------------------------------------------------------------------------------------------
 
 
@@ -246,12 +236,6 @@ def test_ids_without_a_text_are_shown_by_position() -> None:
     assert not card.overlays
 
 
-def test_ids_of_samples_are_found_by_row() -> None:
-    result = run(np.ones((2, 1, 2, 2)), [TopSample("", np.ones((1, 2, 2), np.float32))] * 2)
-    expected = result.samples.sort_values("rank")["id"].head(2).tolist()
-    assert [card.id for card in attribution_cards(result)] == expected
-
-
 # -- ids -----------------------------------------------------------------------------------------------------
 
 
@@ -303,13 +287,3 @@ def test_tokens_are_distinguished() -> None:
         ({5: "bor", 6: "ing ", 7: "film"}, "bor·ing film"),
     ):
         assert shown(ids, weights, None, vocabulary)[0] == expected
-
-
-def test_the_words_of_ids_reach_the_page() -> None:
-    ids = np.array([[101, 7, 102, 0, 0, 0]])
-    found = run(np.array([[0.0, 1.0, 0.2, 0, 0, 0]]), [], ids_0=ids)
-    (card,) = attribution_cards(
-        dataclasses.replace(found, vocabulary={101: "[CLS] ", 7: "excellent ", 102: "[SEP]"})
-    )
-    assert "".join(span.text for span in card.passages[1].spans) == "[CLS] excellent [SEP]"
-    assert "3 positions of padding" in card.passages[1].note

@@ -119,18 +119,12 @@ def test_the_page_shows_all_figures_the_table_the_pictures_and_the_facts() -> No
         "18,346",
         "cross_entropy",
         "the prefix 'module.' was stripped",
+        "Nothing here is differentially private",
+        "not a verdict",
     ):
         assert words in page.text
     for identifier in top_samples(result.samples, 20)["id"]:
         assert page.text.count(identifier) >= 2
-
-
-@pytest.mark.long
-def test_the_page_is_honest_about_privacy_and_about_the_list() -> None:
-    text = _page(frames.result(frames.classification())).text
-    assert "Nothing here is differentially private" in text
-    assert "not a verdict" in text
-    assert "Loss often finds wrong labels as well as the norm does, or better" in text
 
 
 @pytest.mark.long
@@ -147,7 +141,7 @@ def test_rows_that_are_not_finite_are_counted_and_named() -> None:
 def test_markup_from_ids_classes_texts_and_the_manifest_stays_text() -> None:
     evil = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{7*7}}"
     samples = frames.classification(40, nonfinite=2)
-    samples["id"] = [f"{evil}{index}" for index in range(40)]
+    samples["id"] = [f"a\x00\x1b[2J\u202e{evil}{index}" for index in range(40)]
     manifest = {
         "config": {"report": {"title": evil}},
         "model": {"factory": evil, "notes": [evil]},
@@ -166,13 +160,7 @@ def test_markup_from_ids_classes_texts_and_the_manifest_stays_text() -> None:
     page = _page(result)
     assert "<script>alert(1)</script>" in page.text
     assert "{{7*7}}" in page.text
-
-
-@pytest.mark.long
-def test_control_characters_are_spelled_out() -> None:
-    samples = frames.classification(5, nonfinite=0)
-    samples["id"] = [f"a\x00\x1b[2J\u202e{index}" for index in range(5)]
-    assert "a\\x00\\x1b[2J\\u202e0" in _page(frames.result(samples)).text
+    assert "a\\x00\\x1b[2J\\u202e" in page.text
 
 
 @pytest.mark.long

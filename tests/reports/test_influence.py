@@ -238,10 +238,6 @@ def test_page_says_whether_scores_are_amounts_and_why(calibrated: bool) -> None:
     assert "Why this solver" in text
 
 
-def test_page_unit_keeps_its_capitals() -> None:
-    assert "Fall of the BLEU score" in _page(result(unit="fall of the BLEU score")).text
-
-
 def test_page_damping_is_explained_and_no_headline() -> None:
     found = result(facts=[{"damping": 0.0004983, "mean_eigenvalue": 0.0004983}])
     html = render_influence(found, [])
@@ -366,10 +362,6 @@ def test_many_examples_make_no_large_report() -> None:
     ]
 
 
-def test_the_same_result_gives_the_same_page() -> None:
-    assert render_influence(result(), []) == render_influence(result(), [])
-
-
 def test_nested_facts_get_one_name_each() -> None:
     facts = {"mean_eigenvalue": 2, "spectrum": {"largest": 3, "by_layer": {"0": 1}}, "residual": None}
     assert fit_facts(result(facts=[facts]))[2:] == [
@@ -411,11 +403,6 @@ def test_terminal_of_texts_shows_their_beginning() -> None:
     query = next(place for place, line in enumerate(lines) if line.startswith("Query "))
     assert lines[query + 1].startswith("  def sample_")
     assert "text" not in _terminal(result())
-
-
-def test_one_query_is_not_shown_twice() -> None:
-    assert "All" not in _terminal(result(m=1))
-    assert "All" not in _page(result(m=1)).text.replace("All training", "")
 
 
 def test_json_has_all_that_is_ranked_and_no_nan() -> None:

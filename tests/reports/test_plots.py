@@ -106,11 +106,6 @@ def test_many_points_are_binned_and_none_is_lost() -> None:
     )
 
 
-def test_the_rank_correlation_is_spearmans() -> None:
-    samples = frames.regression(50).assign(loss=lambda f: f["grad_norm"] ** 3)
-    assert "(Spearman): 1. " in loss_against_norm(samples).caption  # exactly the same order
-
-
 def test_classes_have_their_names_and_sizes() -> None:
     samples = frames.classification(100, classes=2, nonfinite=0)
     sizes = samples["target"].value_counts()
@@ -173,18 +168,6 @@ def test_long_names_of_checkpoints_stay_apart_in_the_caption() -> None:
         shown = caption.partition("Checkpoints: ")[2].rstrip(".").split(", ")
         assert len(shown) == steps >= 3
         assert len({name.partition(": ")[2] for name in shown}) == steps
-
-
-@pytest.mark.sweep
-def test_legends_stand_clear_of_what_is_drawn(drawn: list[Plot]) -> None:
-    clear = [
-        legend.get_window_extent().y0 >= axes.get_window_extent().y1 - 1
-        for plot in drawn
-        for axes in plot.figure.axes
-        if (legend := axes.get_legend())
-    ]
-    assert len(clear) >= 9
-    assert all(clear)
 
 
 @pytest.mark.long

@@ -94,10 +94,6 @@ def test_the_table_has_both_accountants_and_what_belongs_to_them() -> None:
     assert "warning" not in told
 
 
-def test_the_folder_is_the_last_line() -> None:
-    assert written().splitlines()[-1] == "runs/private"
-
-
 def test_an_accountant_without_an_answer_says_why() -> None:
     why = {"epsilon_pld": "delta is too small for loss distributions of so many steps"}
     told = answers(written(epsilon_pld=None, why_not=why))

@@ -4,7 +4,6 @@ picture.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -134,14 +133,6 @@ def test_a_plan_has_a_named_line_a_multiplier_and_its_final_bound() -> None:
         "multiplier 1.5: 1.8",
         "multiplier 2.2: 1.228",
     ]
-
-
-def test_lines_stay_apart_in_grey_and_the_configured_one_is_orange() -> None:
-    lines = lines_of(axes_of(epsilon_by_multiplier(private_runs.plan())))
-    colours = [str(line.get_color()) for line in lines]
-    assert colours[2] == "#d9640f"
-    others = sorted(luminance(colour) for colour in colours if colour != "#d9640f")
-    assert all(upper - lower > 0.1 for lower, upper in itertools.pairwise(others))
 
 
 def test_the_histogram_has_every_norm_and_the_bound() -> None:

@@ -11,11 +11,9 @@ import pytest
 
 from psgrad.reports.analyze_page import render
 from psgrad.reports.analyze_plots import norm_histogram
-from psgrad.reports.analyze_tables import gate_table
 from psgrad.reports.analyze_terminal import summary
 from psgrad.reports.outliers import rankings_of
 from psgrad.run.results import AnalyzeResult
-from psgrad.run.results.check import CheckResult, GateOutcome
 from psgrad.run.results.manifest import OutlierFacts, read
 from tests.reports import frames
 
@@ -152,11 +150,6 @@ def test_rankings_disagree_beyond_chance_alone(
         assert f"at which {expected:.1f} are expected" in words
 
 
-def test_few_rows_are_no_headline() -> None:
-    page = plain(render(run(top=2, shared=1, expected=1.8), [norm_histogram(frames.classification(20))]))
-    assert "1 of 2" not in page.split("What stands out")[0]
-
-
 def test_a_gap_is_said_on_the_page_and_on_the_terminal() -> None:
     facts = {**outliers(), "gap": {"rows": 6, "factor": 8.04}}
     found = frames.result(frames.classification(300), manifest={**frames.MANIFEST, "outliers": facts})
@@ -176,12 +169,6 @@ def test_a_run_that_is_ranked_by_loss_says_so_and_does_not_offer_it() -> None:
     assert "of the first ranks by loss" in page
 
 
-def test_orders_that_differ_altogether_are_not_said_to_be_alike() -> None:
-    found = rankings_of(read(OutlierFacts, outliers(spearman=0.12345)))
-    assert found is not None
-    assert "and the rank correlation over all samples is 0.1234" in found.sentence
-
-
 @pytest.mark.parametrize(
     "facts",
     [{}, {"loss_agreement": {"spearman": None, "top": None, "shared": None}}, {"loss_agreement": {}}],
@@ -192,10 +179,3 @@ def test_what_can_not_be_compared_is_not(facts: dict[str, Any]) -> None:
         frames.result(frames.classification(20), manifest={"outliers": facts}),
         [norm_histogram(frames.classification(20))],
     )
-
-
-def test_counts_of_the_gate_are_whole() -> None:
-    table = gate_table(
-        CheckResult((GateOutcome("max_outliers", "failed", "too many", 12_345, 10_000),), (), "out", 20_000)
-    )
-    assert table.rows[0].cells[2:4] == ["12,345", "10,000"]

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.reports.analyze_terminal import summary, top_table
+from psgrad.reports.analyze_terminal import top_table
 from psgrad.reports.terminal import print_table
 from psgrad.reports.words import (
     count,
@@ -126,12 +126,3 @@ def test_the_table_in_a_pipe_is_plain_and_uncut() -> None:
     assert "\x1b" not in stream.getvalue()
     assert all("[red]" + "long" * 15 + "\\x1b[31m" in line for line in lines[1:])
     assert all("[b]zero[/b]" in line for line in lines[1:])
-
-
-def test_a_run_without_finite_rows_still_has_a_table_and_a_summary() -> None:
-    result = frames.result(frames.classification(5, nonfinite=5), manifest={})
-    stream = io.StringIO()
-    print_table(top_table(result, 20), stream)
-    assert stream.getvalue().split()[:2] == ["rank", "id"]
-    assert "5 samples, 0 in the review list" in summary(result)
-    assert "5 with a loss or gradient that is not finite" in summary(result)
