@@ -79,7 +79,8 @@ def image(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: 
         return NotImplemented
     value, shared = deferred[place], [a for a in args if isinstance(a, torch.Tensor) and a is not args[place]]
     assert value is not None
-    other = [each for each in kwargs.values() if isinstance(each, torch.dtype) and each != value.dtype]
+    types = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
+    other = [each for each in types if each != value.dtype]
     if other or any(batch.is_mapped(a) for a in (*shared, *kwargs.values())):
         return NotImplemented
     linear = partial(applied, op, place, _without_tensors(args), kwargs)
@@ -94,6 +95,8 @@ def image(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: 
         term = Dense(linear(value.materialise(), *shared), lost_at=value.lost_at)
         return value.with_terms([Placed.plain(term)], shape)
     floating = [a for a in shared if a.is_floating_point()]
+    if op is aten.div.Tensor:
+        floating = [a.reciprocal() for a in floating]
     if floating and not are_finite(*floating):  # zeros times infinity are NaN, which a sum would hide
         return NotImplemented
     terms = tuple(merged(value.terms)) if len(value.terms) > 1 else value.terms
