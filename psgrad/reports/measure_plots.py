@@ -128,7 +128,8 @@ def spectrum(measure: MeasureResult, name: str, values: Array) -> Plot:
     )
     if total > 0:
         words += f", which is {percent(ordered[0] / total)} of their sum"
-        words += f"; the first ten are {percent(ordered[:10].sum() / total)} of it" if len(ordered) > 10 else ""
+        if len(ordered) > 10:
+            words += f"; the first ten are {percent(ordered[:10].sum() / total)} of it"
     return _plot(measure, name, f"{words}.", figure)
 
 
