@@ -32,8 +32,8 @@ from psgrad.reports.outliers import (
     MAX_NAMED,
     OFFER,
     OPTION,
-    findings_sentences,
-    is_referenced,
+    found_samples,
+    gap_words,
     judged_by,
     listed_samples,
     nonfinite_ids,
@@ -42,7 +42,7 @@ from psgrad.reports.outliers import (
 )
 from psgrad.reports.page import about_run, render_template, title_of
 from psgrad.reports.pictures import excerpt, original_uri, picture_uri
-from psgrad.reports.words import FACT_LIMIT, MISSING, brief, identifier, label, number
+from psgrad.reports.words import FACT_LIMIT, MISSING, brief, identifier, label, number, words_of
 from psgrad.run.results import AnalyzeResult, disagrees, has_classes, top_samples
 from psgrad.run.results.manifest import UNKNOWN_UNIT
 
@@ -105,7 +105,7 @@ def stands_out(result: AnalyzeResult) -> dict[str, Any]:
     """What was found, how samples were judged, and what the gate says, by the names in the template."""
     manifest, names, check = result.manifest, result.class_names, result.check
     judged, facts, labels = manifest.judged, manifest.outliers, manifest.labels
-    referenced = is_referenced(result)
+    referenced = judged.referenced
     undecided = referenced and not judged.evaluable and brief(str(judged.why_not or ""), FACT_LIMIT)
     caveats = judged.caveats if judged.referenced else []
     return {
@@ -116,7 +116,9 @@ def stands_out(result: AnalyzeResult) -> dict[str, Any]:
         "option": OPTION,
         "referenced": referenced,
         "undecided": undecided,
-        "sentences": findings_sentences(result, bool(undecided)),
+        "found": found_samples(result),
+        "gap": gap_words(judged),
+        "judged_score": words_of(judged.score),
         "nonfinite": nonfinite_ids(result.samples),
         "max_named": MAX_NAMED,
         "judged_by": [] if facts is None else judged_by(facts),
@@ -134,9 +136,13 @@ def headline(result: AnalyzeResult) -> list[tuple[str, str]]:
     samples, manifest = result.samples, result.manifest
     listed = samples["is_outlier_issue"].to_numpy(bool) & (samples["status"] == "ok").to_numpy()
     rankings, error = rankings_of(manifest.judged), manifest.self_check.worst_relative_error
+    which = "unlike the reference" if manifest.judged.referenced else "in the review list"
     found = [
         (f"{len(samples):,}", "samples"),
-        (f"{int(listed.sum()):,}", "unlike the reference" if is_referenced(result) else "in the review list"),
+        (
+            f"{int(listed.sum()):,}",
+            "unlike the reference" if manifest.judged.referenced else "in the review list",
+        ),
         (f"{len(nonfinite_ids(samples)):,}", "not finite"),
         *(rankings.headline if rankings else []),
     ]

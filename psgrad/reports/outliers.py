@@ -108,51 +108,39 @@ def _overlap(shared: int, top: int, score: str, other: str, only: str = "") -> s
     )
 
 
-def is_referenced(result: AnalyzeResult) -> bool:
-    """Whether samples were compared with trusted ones; of an older run, whose manifest does not say it, from
-    the columns that are there.
+@dataclass(frozen=True)
+class Found:
+    """How many finite samples are listed, and what speaks for that and against it. also_by_loss: of them also
+    among as many first by loss; None where the page's first sentence says it. wrong, wrong_listed: for which
+    the prediction differs from the label; None without classes.
     """
-    facts = result.manifest.outliers
-    if facts is not None:
-        return facts.referenced
-    return "q_value" in result.samples and bool(result.samples["q_value"].notna().any())
+
+    finite: int
+    listed: int
+    also_by_loss: int | None
+    wrong: int | None
+    wrong_listed: int | None
+    zero: int
+    skipped: int
 
 
-def findings_sentences(result: AnalyzeResult, undecided: bool = False) -> list[str]:
-    """Plain sentences about those that are listed, with the reasons for it and against it. undecided:
-    whether an empty list would mean nothing.
-    """
+def found_samples(result: AnalyzeResult) -> Found:
+    """What stands out among the samples, in numbers."""
     samples, facts = result.samples, result.manifest.judged
-    referenced, rankings = is_referenced(result), rankings_of(facts)
     finite = samples[(samples["status"] == "ok").to_numpy()]
     listed = finite[finite["is_outlier_issue"].to_numpy(bool)]
-    found = []
-    if len(listed):
-        ranks = finite["loss"].rank(ascending=False, method="first")
-        also_by_loss = int((ranks[listed.index] <= len(listed)).sum())
-        what = "Unlike the reference:" if referenced else "The review list has"
-        # The page's first sentence may say it already.
-        said = facts.score == "loss" or (rankings is not None and len(listed) == rankings.top)
-        also = f"; {also_by_loss:,} of them are also among the {len(listed):,} largest by loss"
-        found.append(f"{what} {count(len(listed))}{'' if said else also}.")
-        if gap := gap_words(facts):
-            found.append(f"{gap}.")
-        if has_classes(samples) and "prediction" in samples:
-            wrong = disagrees(finite)
-            found.append(
-                f"The model's prediction differs from the label for {int(wrong[listed.index].sum()):,} of"
-                f" them, and for {int(wrong.sum()):,} of all {count(len(finite))} that are finite."
-            )
-    elif referenced and len(finite) and not undecided:
-        found.append("No sample is unlike the reference at the false discovery rate that was asked for.")
-    zero = int((finite["grad_norm"] == 0).sum())
-    if zero and (len(listed) or referenced):
-        found.append(f"Gradients of exactly zero: {count(zero)}. They would not move the model at all.")
-    skipped = int((samples["status"] == "skipped").sum())
-    if skipped:
-        missing = f"{words_of(facts.score)}, or no position that counts in the loss"
-        found.append(f"Not judged, as they have no {missing}: {count(skipped)}.")
-    return found
+    ranks, rankings = finite["loss"].rank(ascending=False, method="first"), rankings_of(facts)
+    is_said = facts.score == "loss" or (rankings is not None and len(listed) == rankings.top)
+    wrong = disagrees(finite) if has_classes(samples) and "prediction" in samples else None
+    return Found(
+        finite=len(finite),
+        listed=len(listed),
+        also_by_loss=None if is_said else int((ranks[listed.index] <= len(listed)).sum()),
+        wrong=None if wrong is None else int(wrong.sum()),
+        wrong_listed=None if wrong is None else int(wrong[listed.index].sum()),
+        zero=int((finite["grad_norm"] == 0).sum()),
+        skipped=int((samples["status"] == "skipped").sum()),
+    )
 
 
 def nonfinite_ids(samples: pd.DataFrame) -> list[Any]:

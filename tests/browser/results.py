@@ -92,7 +92,8 @@ def full(n: int = 900) -> AnalyzeResult:
     check = CheckResult(
         (GateOutcome("max_outliers", "failed", "18 outliers, at most 3", 18, 3),), (finding,), "out", n
     )
-    manifest = {**frames.MANIFEST, "limit": n, "counts": {"in_dataset": 5000}}
+    judged = {"decided_by": "reference", "evaluable": True}
+    manifest = {**frames.MANIFEST, "limit": n, "counts": {"in_dataset": 5000}, "outliers": judged}
     names = [
         f"class {name}"
         for name in ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

@@ -145,7 +145,7 @@ def test_sample_draws_rows_by_the_seed_and_resumes_as_the_same(workplace: Workpl
     outcome = workplace.analyze(*LIGHT, "--limit", "0.5", "--resume")
     outcome.refused(2, "rows are drawn at random")
     other = ("--limit", "0.5", "--sample", "--set", "analyze.seed=1")
-    workplace.analyze(*LIGHT, *other, "--resume").refused(2, "analyze.seed: was 0, is 1")
+    workplace.analyze(*LIGHT, *other, "--resume").refused(2, "analyze.seed was 0 and is 1")
     workplace.succeeded(*LIGHT, *other, "--overwrite")
     assert workplace.samples()["dataset_row"].tolist() != rows
     assert workplace.command("select", "out", "--where", "label == 1", "--output", "ones.csv").code == 0
