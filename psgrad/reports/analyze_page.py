@@ -139,10 +139,7 @@ def headline(result: AnalyzeResult) -> list[tuple[str, str]]:
     which = "unlike the reference" if manifest.judged.referenced else "in the review list"
     found = [
         (f"{len(samples):,}", "samples"),
-        (
-            f"{int(listed.sum()):,}",
-            "unlike the reference" if manifest.judged.referenced else "in the review list",
-        ),
+        (f"{int(listed.sum()):,}", which),
         (f"{len(nonfinite_ids(samples)):,}", "not finite"),
         *(rankings.headline if rankings else []),
     ]
