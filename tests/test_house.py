@@ -64,13 +64,13 @@ RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functor
 # replaces something. Where a part has shrunk, its number is lowered.
 LINES = {
     "cli": (2_174, 1_700),
-    "commands": (10_720, 5_000),
+    "commands": (10_719, 5_000),
     "run": (4_850, 4_000),
     "data": (6_398, 5_000),
     "models": (2_927, 2_000),
     "config": (2_981, 2_200),
-    "quality": (2_148, 1_800),
-    "reports": (5_928, 4_000),
+    "quality": (2_139, 1_800),
+    "reports": (5_890, 4_000),
     "engine/transforms": (17_428, 14_000),
     "engine/gradients": (7_354, 5_500),
     "engine/execution": (5_413, 4_300),

@@ -20,8 +20,8 @@ import psgrad
 from psgrad.commands.class_names import label_facts_of
 from psgrad.data.loss import Criterion
 from psgrad.errors import ConfigError, DataError, OutputError, PsgradError
-from psgrad.reports.analyze_page import label_parts
 from psgrad.reports.analyze_terminal import summary
+from psgrad.reports.labels import label_warning, label_words
 
 NAMES = ("stay", "upgrade", "churn")
 """In the order of the model's outputs, which is not the sorted one."""
@@ -266,9 +266,11 @@ def test_analyze_says_what_labels_mean_and_how_many_the_model_agrees_with() -> N
     assert "warning" not in said
     found = analyze(config("batch.csv"), overwrite=True)
     assert "were its outputs in another order: 0 stay, 1 upgrade, 2 churn" in summary(found)
-    (words, warning) = label_parts(found)
-    assert words.words.startswith("Labels: 0 churn, 1 stay, 2 upgrade; the model agrees with 0% of 60")
-    assert (warning.style, "another order" in warning.words) == ("loud", True)
+    facts = found.manifest.labels
+    assert facts is not None
+    words = label_words(facts, found.class_names)
+    assert words.startswith("0 churn, 1 stay, 2 upgrade; the model agrees with 0% of 60")
+    assert "another order" in label_warning(facts, found.class_names)
 
 
 def test_analyze_of_numbers_has_the_agreement_alone_and_a_regression_none() -> None:
