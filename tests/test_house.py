@@ -70,7 +70,7 @@ LINES = {
     "models": (2_927, 2_000),
     "config": (2_981, 2_200),
     "quality": (2_139, 1_800),
-    "reports": (5_890, 4_000),
+    "reports": (5_881, 4_000),
     "engine/transforms": (17_428, 14_000),
     "engine/gradients": (7_354, 5_500),
     "engine/execution": (5_413, 4_300),

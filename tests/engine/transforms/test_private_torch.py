@@ -370,9 +370,8 @@ def test_supported_versions_said_once() -> None:
 
 # Modules that may not import the engine, with the private names that they use.
 EXCEPTIONS = {
-    ("inputs/models/factory.py", "_BatchNorm"),  # inputs lies beside the engine
-    ("inputs/models/model_identity.py", "_modules"),
-    ("inputs/models/model_identity.py", "_indices"),  # those of a sparse tensor, as they are stored
+    ("models/factory.py", "_BatchNorm"),  # models lies beside the engine
+    ("models/model_identity.py", "_modules"),
 }
 OPERATORS = ("aten", "torch.ops")  # operators may begin with an underscore: they are named as data
 # Their attributes are searched for, but for names that psgrad's own classes have, too.
