@@ -79,12 +79,12 @@ def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
     `grid_of(deviation)`.
 
     Args:
-        values: float64 on the CPU, any shape. They stay as they are.
+        values: float64, any shape and device. They stay as they are; the noise is drawn on the CPU.
 
     Returns a tensor like the values.
     """
     grid = grid_of(deviation)
-    summed = values.reshape(-1).numpy()
+    summed = values.cpu().reshape(-1).numpy()
     written = np.empty_like(summed)
 
     def add(start: int, drawn: np.ndarray) -> None:
@@ -93,7 +93,7 @@ def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
         written[there] = drawn
 
     generator.normal_blocks(len(summed), deviation, add)
-    return torch.from_numpy(written).reshape(values.shape)
+    return torch.from_numpy(written).reshape(values.shape).to(values.device)
 
 
 def to_nearest(values: np.ndarray, drawn: np.ndarray, grid: float) -> None:
