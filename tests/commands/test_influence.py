@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,13 @@ from tests.workplace import CLASSES, FEATURES, ROWS
 
 @pytest.fixture
 def place(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest, influence_place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
     if "report" not in request.keywords:  # drawing takes longer than all the rest
         monkeypatch.setattr(
             "psgrad.reports.influence_page.write_influence_report", lambda result, write: None
         )
-    return found
+    return influence_place
 
 
 def expected_products(place: InfluenceWorkplace) -> np.ndarray:

@@ -25,18 +25,10 @@ FEW_LISTS = {"kind": "approximate", "lists": 30, "probes": 1, "candidates": 1}
 
 
 @pytest.fixture
-def place(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    found.prepare()
-    found.section["index"] = {"path": "index", "projection": "none", "features": "margin"}
-    found.section["index"]["rows_per_shard"] = 7
-    found.section["top"] = 3
-    return found
+def place(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
+    index = {"path": "index", "projection": "none", "features": "margin", "rows_per_shard": 7}
+    influence_place.section |= {"index": index, "top": 3}
+    return influence_place
 
 
 def with_many_rows(place: InfluenceWorkplace, seed: int = 3) -> None:
