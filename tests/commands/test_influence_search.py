@@ -27,7 +27,7 @@ FEW_LISTS = {"kind": "approximate", "lists": 30, "probes": 1, "candidates": 1}
 @pytest.fixture
 def place(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
     index = {"path": "index", "projection": "none", "features": "margin", "rows_per_shard": 7}
-    influence_place.section |= {"index": index, "top": 3}
+    influence_place.section.update(index=index, top=3)
     return influence_place
 
 
