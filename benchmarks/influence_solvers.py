@@ -37,7 +37,8 @@ from torch.nn import functional
 
 from benchmarks.script import command_line
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.output_rows import gauss_newton_rows, gram_matrix, inner_product_operations
+from psgrad.engine.execution.output_rows import gauss_newton_rows
+from psgrad.engine.execution.row_grams import gram_matrix, inner_product_operations
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.influence import LARGEST_MATRIX, Influence
 from psgrad.engine.influence.solvers import solver_costs

@@ -82,7 +82,6 @@ LINES = {
 ALLOWED_GROWTH, ALLOWED_SHRINKING = 0.01, 0.05
 LONGEST_FILE, LONGEST_COMMAND = 400, 200  # in lines; and how long the files are that are longer still
 LONGER = {
-    "engine/execution/output_rows.py": 440,
     "engine/execution/streaming.py": 447,
     "engine/gradients/queries.py": 425,
     "engine/gradients/terms/term.py": 421,

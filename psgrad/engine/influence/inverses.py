@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.output_rows import (
-    GaussNewtonRows,
-    OutputRows,
+from psgrad.engine.execution.output_rows import GaussNewtonRows, OutputRows, output_factors
+from psgrad.engine.execution.row_grams import (
     gram_matrix,
     gram_seconds,
     inner_product_operations,
     inner_products,
-    output_factors,
     product_seconds,
 )
 from psgrad.engine.gradients.flat import Vectors, as_gradients

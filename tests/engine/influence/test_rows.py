@@ -15,13 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from psgrad.engine.execution.output_derivatives import OutputDerivatives
-from psgrad.engine.execution.output_rows import (
-    gauss_newton_rows,
-    gram_matrix,
-    inner_products,
-    jacobian_rows,
-    output_factors,
-)
+from psgrad.engine.execution.output_rows import gauss_newton_rows, jacobian_rows, output_factors
+from psgrad.engine.execution.row_grams import gram_matrix, inner_products
 from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import (
     classified,

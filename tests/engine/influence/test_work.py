@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from psgrad.engine.execution.output_rows import gauss_newton_rows, inner_product_operations
+from psgrad.engine.execution.output_rows import gauss_newton_rows
+from psgrad.engine.execution.row_grams import inner_product_operations
 from psgrad.engine.influence.solvers.solver_costs import Work
 from tests.engine.influence.problems import cross_entropy, examples
 

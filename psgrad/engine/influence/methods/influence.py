@@ -11,13 +11,8 @@ from typing import Any, Literal
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.output_rows import (
-    LARGEST_OUTPUT,
-    gauss_newton_rows,
-    inner_product_operations,
-    output_size,
-    outputs_alike,
-)
+from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, gauss_newton_rows, output_size, outputs_alike
+from psgrad.engine.execution.row_grams import inner_product_operations
 from psgrad.engine.gradients.projections.projection import key_of
 from psgrad.engine.influence.amounts import calibrated, is_affine
 from psgrad.engine.influence.at_output import AtOutput

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from psgrad.engine.execution.output_rows import gram_matrix
+from psgrad.engine.execution.row_grams import gram_matrix
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.measures.builtin.projected_gradients import COLUMN, FiniteProjections
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting

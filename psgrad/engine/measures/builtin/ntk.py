@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.output_rows import JacobianRows, gram_matrix
+from psgrad.engine.execution.output_rows import JacobianRows
+from psgrad.engine.execution.row_grams import gram_matrix
 from psgrad.engine.measures.builtin.projected_gradients import chosen_rows, examples_at
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.transforms import vmap
