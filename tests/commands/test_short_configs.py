@@ -4,7 +4,6 @@ analyze and influence. Norms are those of the library's own loss, or of PyTorch'
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +119,7 @@ def test_image_folder_and_pretrained_model(
 
 @pytest.mark.long
 @each_method
-@pytest.mark.parametrize("source", ["rows.parquet", "rows.csv"])
+@pytest.mark.parametrize("source", ["rows.parquet", "rows.jsonl"])
 def test_sequences_of_unequal_length_and_lstm(
     source: str,
     method: str,
@@ -132,12 +131,11 @@ def test_sequences_of_unequal_length_and_lstm(
     draw = np.random.default_rng(0)
     rows = [draw.integers(0, 20, length).tolist() for length in LENGTHS]
     kinds = [KINDS[row % 3] for row in range(len(rows))]
+    table = pd.DataFrame({"words": rows, "kind": kinds})
     if source.endswith("parquet"):
-        pd.DataFrame({"words": rows, "kind": kinds}).to_parquet(tmp_path / source)
+        table.to_parquet(tmp_path / source)
     else:
-        with (tmp_path / source).open("w", newline="") as file:
-            lines = ((" ".join(map(str, words)), kind) for words, kind in zip(rows, kinds, strict=True))
-            csv.writer(file).writerows([("words", "kind"), *lines])
+        table.to_json(tmp_path / source, orient="records", lines=True)
 
     config = SEQUENCES.replace("SOURCE", source).replace("METHOD", method)
     samples = both_commands(tmp_path, config, monkeypatch, capfd)
