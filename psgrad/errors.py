@@ -1,6 +1,4 @@
-"""The errors of the user: what arrived, what was expected, the likely cause, the next step, and the exit
-code.
-"""
+"""The errors of the user: what is wrong, what to do, and the exit code."""
 
 from __future__ import annotations
 
@@ -18,36 +16,24 @@ EXIT_TERMINATED = 143
 class PsgradError(Exception):
     """Base of all errors that psgrad raises on purpose.
 
-    `arrived` is the only part that must be given: one sentence that says what was met, in the user's words.
-    The other parts are printed on lines of their own, in the order below, where they are known.
+    `message` is one line that says what is wrong with what arrived, and where; `hint` says what to do.
     """
 
     exit_code = EXIT_RUNTIME
 
-    def __init__(
-        self,
-        arrived: str,
-        *,
-        expected: str | None = None,
-        cause: str | None = None,
-        next_step: str | None = None,
-    ) -> None:
-        self.arrived = arrived
-        self.expected = expected
-        self.cause = cause
-        self.next_step = next_step
-        parts = [arrived]
-        parts += [
-            f"  {label}: {text}"
-            for label, text in (("expected", expected), ("likely cause", cause), ("next step", next_step))
-            if text
-        ]
-        super().__init__("\n".join(parts))
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        self.message = message
+        self.hint = hint
+        super().__init__(f"{message}\n  hint: {hint}" if hint else message)
 
     def parts(self) -> dict[str, str | None]:
-        """Its kind and its sentences, by name: all that `error_of` needs to make it again."""
-        sentences = {name: getattr(self, name) for name in ("arrived", "expected", "cause", "next_step")}
-        return {"kind": type(self).__name__, **sentences}
+        """Its kind, message and hint, by name: all that `error_of` needs to make it again."""
+        return {"kind": type(self).__name__, "message": self.message, "hint": self.hint}
+
+
+def one_line(*parts: str | None) -> str:
+    """The parts of a message or a hint that are known, in one line."""
+    return "; ".join(part for part in parts if part)
 
 
 class ConfigError(PsgradError):
@@ -131,8 +117,6 @@ class SelfCheckError(PsgradError):
 
 def error_of(parts: Mapping[str, str | None]) -> PsgradError:
     """The error of `PsgradError.parts`, of another process; PsgradError for a kind that is not known here."""
-    kind, *sentences = (parts[name] for name in ("kind", "arrived", "expected", "cause", "next_step"))
-    arrived, expected, cause, next_step = sentences
-    known = globals().get(str(kind), PsgradError)
-    made: PsgradError = known(arrived, expected=expected, cause=cause, next_step=next_step)
+    known = globals().get(str(parts["kind"]), PsgradError)
+    made: PsgradError = known(parts["message"], hint=parts["hint"])
     return made

@@ -114,7 +114,7 @@ def configured(kind: PluginKind, name: str, options: Mapping[str, Any], base: Pa
                 raise
             raise kind.failed(
                 f"the {kind.word} {name} raised {describe_failure(error)} as it was made",
-                cause=f"a mistake in the {kind.word}, or options that it does not take",
+                hint=f"a mistake in the {kind.word}, or options that it does not take",
             ) from error
     raise ConfigError("\n  ".join([f"the {kind.word} {name} does not take these options:", *problems]))
 
@@ -129,8 +129,8 @@ def find(kind: PluginKind, name: str, base: Path) -> type[Any]:
         return _checked(kind, name, resolve(location, base))
     known = plugin_names(kind.group)
     raise ConfigError(
-        f"{kind.key}: there is no {kind.word} {name!r}{did_you_mean(name, known)}",
-        expected=f"{'one' if kind is METHODS else 'some'} of {', '.join(known)}; or module:Class",
+        f"{kind.key}: there is no {kind.word} {name!r}{did_you_mean(name, known)}; expected"
+        f" {'one' if kind is METHODS else 'some'} of {', '.join(known)}; or module:Class",
     )
 
 
@@ -158,14 +158,14 @@ def _checked(kind: PluginKind, name: str, found: Any) -> type[Any]:
     undefined = sorted(getattr(found, "__abstractmethods__", ()))
     if not inspect.isclass(found) or not issubclass(found, located(kind.base)):
         raise ConfigError(
-            f"{kind.key}: {name} is no {kind.word}",
-            expected=f"a class that derives from {base}, a dataclass of its options",
-            next_step=f"{kind.page} shows one",
+            f"{kind.key}: {name} is no {kind.word}; expected a class that derives from {base}, a dataclass"
+            " of its options",
+            hint=f"{kind.page} shows one",
         )
     if undefined:
         raise ConfigError(
-            f"{kind.key}: {name} does not define {', '.join(undefined)}",
-            expected=f"a {kind.word} that can be made: {base} says what each has to do",
+            f"{kind.key}: {name} does not define {', '.join(undefined)}; expected a {kind.word} that can"
+            f" be made: {base} says what each has to do",
         )
     return found
 

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from psgrad.config import Config, did_you_mean
 from psgrad.config.values import require_regular
-from psgrad.errors import ConfigError, PsgradError
+from psgrad.errors import ConfigError, PsgradError, one_line
 
 _FILE_MODULE = "psgrad_file_"
 _P = ParamSpec("_P")
@@ -43,8 +43,10 @@ def imported(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) 
         if module is None:
             raise ConfigError(
                 "the config names objects that were given to psgrad in Python",
-                cause="it is that of a run of live objects, which are gone",
-                next_step="call the function of psgrad again with the objects",
+                hint=(
+                    "it is that of a run of live objects, which are gone; call the function of psgrad"
+                    " again with the objects"
+                ),
             )
         return module
     with importing_beside(base):
@@ -183,7 +185,7 @@ def call_factory(spec: str, base: Path, kwargs: Mapping[str, Any], *, raises: ty
         raise
     except (Exception, SystemExit) as error:
         raise raises(
-            f"the factory {spec} raised {describe_failure(error)}", next_step="run it by itself to see why"
+            f"the factory {spec} raised {describe_failure(error)}", hint="run it by itself to see why"
         ) from error
 
 
@@ -200,7 +202,8 @@ def _file_module(path: Path, base: Path, raises: type[PsgradError]) -> ModuleTyp
         content = path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(
-            f"there is no file {path}", next_step="check the path; it is relative to the config file's folder"
+            f"there is no file {path}",
+            hint="check the path; it is relative to the config file's folder",
         ) from None
     except OSError as error:
         raise ConfigError(f"the file {path} can't be read: {error.strerror}") from error
@@ -231,7 +234,7 @@ def _named_module(name: str, base: Path, raises: type[PsgradError]) -> ModuleTyp
             raise _import_failure(name, error, base, raises) from error
         raise ConfigError(
             f"there is no module {missing!r} to import {name!r} from",
-            next_step=(
+            hint=(
                 "install its package in this environment, put its folder on PYTHONPATH, or name the file:"
                 " path/to/file.py:<callable>"
             ),
@@ -248,7 +251,7 @@ def _import_failure(name: str, error: BaseException, base: Path, raises: type[Ps
     if found is not None and own.is_file() and not _lies_in(base.resolve(), found):
         where = getattr(found, "__file__", None) or "Python itself"
         step = f"rename {own}: {wanted} is also the name of an installed module, which comes first ({where})"
-    return raises(f"importing {name} raised {describe_failure(error)}", next_step=step)
+    return raises(f"importing {name} raised {describe_failure(error)}", hint=step)
 
 
 def _attribute(module: ModuleType, location: str, name: str) -> Callable[..., Any]:
@@ -256,16 +259,19 @@ def _attribute(module: ModuleType, location: str, name: str) -> Callable[..., An
     for part in name.split("."):
         if not hasattr(found, part):
             public = [known for known in dir(found) if not known.startswith("_")]
-            raise ConfigError(f"{location} has no {name!r}", next_step=did_you_mean(part, public, before=""))
+            raise ConfigError(
+                f"{location} has no {name!r}",
+                hint=did_you_mean(part, public, before=""),
+            )
         found = getattr(found, part)
         if inspect.ismodule(found):
             raise ConfigError(
                 f"{part!r} in {location}:{name} is the module {found.__name__}, not a callable",
-                next_step=f"name the module itself: {found.__name__}:<callable>",
+                hint=f"name the module itself: {found.__name__}:<callable>",
             )
     if not callable(found):
         raise ConfigError(
-            f"{location}:{name} is of type {type(found).__name__}", expected="a function or a class"
+            f"{location}:{name} is of type {type(found).__name__}; expected a function or a class"
         )
     return found  # type: ignore[no-any-return]
 
@@ -280,8 +286,10 @@ def _check_arguments(factory: Callable[..., Any], spec: str, kwargs: Mapping[str
     except TypeError as error:
         names = [parameter.name for parameter in signature.parameters.values()]
         raise ConfigError(
-            f"the kwargs of {spec} don't fit it: {error}",
-            expected=f"its arguments are {', '.join(names)}" if names else "it takes no arguments",
+            one_line(
+                f"the kwargs of {spec} don't fit it: {error}",
+                "expected " + (f"its arguments are {', '.join(names)}" if names else "it takes no arguments"),
+            )
         ) from None
 
 

@@ -123,13 +123,13 @@ def _leave(message: str, exit_code: int, debug: bool) -> None:
 def _no_room(error: OSError) -> str:
     return (
         f"error: what is printed can't be written: {error.strerror}\n"
-        "  next step: free some space, or print to another place; the files of the run are in its folder"
+        "  hint: free some space, or print to another place; the files of the run are in its folder"
     )
 
 
 _LEFT_EARLY = (
     "error: code that the config names has called sys.exit, before psgrad was done\n"
-    "  next step: --debug shows the line"
+    "  hint: --debug shows the line"
 )
 
 
@@ -138,7 +138,7 @@ def _no_memory(error: MemoryError) -> str:
     words = str(error).strip().split("\n")[0][:500]
     return (
         f"error: out of memory in {origin.name}{f': {words}' if words else ''}\n"
-        "  next step: make the option smaller that asks for much, or free memory, and run psgrad again;"
+        "  hint: make the option smaller that asks for much, or free memory, and run psgrad again;"
         " analyze goes on with --resume"
     )
 
@@ -152,6 +152,6 @@ def _internal_error(error: Exception) -> str:
         f"  where: {origin.name} in {origin.filename}, line {origin.lineno}\n"
         f"  versions: psgrad {__version__}, Python {platform.python_version()}, torch {torch},"
         f" {platform.system()}\n"
-        "  next step: this is a mistake in psgrad, not in your config; report it with what --debug prints and"
+        "  hint: this is a mistake in psgrad, not in your config; report it with what --debug prints and"
         " the config"
     )

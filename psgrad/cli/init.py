@@ -64,14 +64,17 @@ def init(
     if str(folder) in list(ExampleKind):  # which would put the images into a folder of that name
         raise ConfigError(
             f"psgrad init {folder} names a folder, and {folder} is a kind of samples",
-            next_step=f"psgrad init --kind {folder}, or a folder of another name",
+            hint=f"psgrad init --kind {folder}, or a folder of another name",
         )
     from psgrad.config.schema import commented
 
     notes: list[str] = []
     if model is None:
         if data is not None:
-            raise ConfigError("--data was given without --from", next_step="add --from MODEL, which reads it")
+            raise ConfigError(
+                "--data was given without --from",
+                hint="add --from MODEL, which reads it",
+            )
         settings, content = _example(kind or ExampleKind.image)
     else:
         require_alone("--from", {"--kind": kind is not None})
@@ -104,7 +107,10 @@ def _write(folder: Path, content: Mapping[str, bytes]) -> list[str]:
     where one is there with another content.
     """
     if folder.exists() and not folder.is_dir():
-        raise OutputExistsError(f"{folder} exists and is not a folder", next_step="name another folder")
+        raise OutputExistsError(
+            f"{folder} exists and is not a folder",
+            hint="name another folder",
+        )
     try:
         there = [name for name in content if os.path.lexists(folder / name)]
         others = [
@@ -115,7 +121,7 @@ def _write(folder: Path, content: Mapping[str, bytes]) -> list[str]:
         if others:
             raise OutputExistsError(
                 f"{folder.resolve()} has {', '.join(others)} already; nothing was written",
-                next_step="psgrad init DIR writes to another folder",
+                hint="psgrad init DIR writes to another folder",
             )
         folder.mkdir(parents=True, exist_ok=True)
         new = [name for name in content if name not in there]
@@ -125,6 +131,6 @@ def _write(folder: Path, content: Mapping[str, bytes]) -> list[str]:
     except OSError as error:
         raise OutputError(
             f"the files can't be written to {folder}: {error.strerror or error}",
-            next_step="name another folder",
+            hint="name another folder",
         ) from error
     return new

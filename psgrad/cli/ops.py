@@ -44,9 +44,9 @@ def ops(
     found = [row for row in coverage() if matches(row.operator, pattern)]
     if not found:
         raise ConfigError(
-            f"no operator has {pattern!r} in its name",
-            expected="a part of a name as PyTorch writes it (aten::add.Tensor), or a pattern with * and ?",
-            next_step="psgrad ops without a pattern lists them all",
+            f"no operator has {pattern!r} in its name; expected a part of a name as PyTorch writes it"
+            " (aten::add.Tensor), or a pattern with * and ?",
+            hint="psgrad ops without a pattern lists them all",
         )
     if as_json:
         write_json([row._asdict() for row in found], sys.stdout)

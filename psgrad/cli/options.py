@@ -49,7 +49,7 @@ def part_of(given: str) -> tuple[int, int]:
     """Which part, and how many there are. Raises ConfigError."""
     number, _, count = given.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise ConfigError(f"--part {given}", expected="K/N: which part, and how many there are, such as 3/64")
+        raise ConfigError(f"--part {given}; expected K/N: which part, and how many there are, such as 3/64")
     return int(number), int(count)
 
 
@@ -59,7 +59,10 @@ def require_alone(option: str, others: Mapping[str, bool]) -> None:
     """
     for other, given in others.items():
         if given:
-            raise ConfigError(f"{option} was given together with {other}", next_step="leave one of them out")
+            raise ConfigError(
+                f"{option} was given together with {other}",
+                hint="leave one of them out",
+            )
 
 
 def read_config(path: Path, settings: list[str] | None, output: Path | None) -> Config:

@@ -51,15 +51,15 @@ def in_a_group() -> bool:
         if "SLURM_PROCID" in os.environ and tasks != "1":
             raise ConfigError(
                 f"srun has started psgrad {tasks} times, and each would do all of the work",
-                next_step="let srun start torchrun once on each machine, and torchrun start psgrad",
+                hint="let srun start torchrun once on each machine, and torchrun start psgrad",
             )
         return False
     rank, size = os.environ["RANK"], os.environ.get("WORLD_SIZE") or "1"
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         raise ConfigError(
-            f"the environment says RANK={rank} and WORLD_SIZE={size}",
-            expected="two whole numbers, RANK from 0 and below WORLD_SIZE, as torchrun sets them",
-            next_step="start with torchrun, or with --processes; or unset both variables for one process",
+            f"the environment says RANK={rank} and WORLD_SIZE={size}; expected two whole numbers, RANK"
+            " from 0 and below WORLD_SIZE, as torchrun sets them",
+            hint="start with torchrun, or with --processes; or unset both variables for one process",
         )
     return int(size) > 1
 
@@ -85,10 +85,11 @@ def require_one(command: str) -> None:
     """
     if in_a_group():
         raise ConfigError(
-            f"psgrad {command} was started in {os.environ['WORLD_SIZE']} processes",
-            expected="one process",
-            cause="torchrun started it, and each of its processes would do all of the work",
-            next_step="run it in one process, without torchrun; or unset RANK and WORLD_SIZE",
+            f"psgrad {command} was started in {os.environ['WORLD_SIZE']} processes; expected one process",
+            hint=(
+                "torchrun started it, and each of its processes would do all of the work; run it in one"
+                " process, without torchrun; or unset RANK and WORLD_SIZE"
+            ),
         )
 
 

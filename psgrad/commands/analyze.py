@@ -256,8 +256,8 @@ def load_analysis(config: Config, limit: int | float | None, sample: bool, run: 
     if sample:
         if limit is None:
             raise ConfigError(
-                "--sample was given without --limit",
-                expected="both: how many rows are drawn, such as --limit 0.1 --sample",
+                "--sample was given without --limit; expected both: how many rows are drawn, such as"
+                " --limit 0.1 --sample",
             )
         read_ahead(setup.samples, 0, progress)  # ids, where rows hold them
         setup = setup.with_drawn_rows(count, config.analyze.seed)
@@ -285,8 +285,10 @@ def _follow(analysis: Analysis, run: Run[Processes]) -> None:
     if run.folder.manifest().get("run") != begun_as:
         raise DistributedError(
             f"rank {run.processes.rank} does not see the run folder {run.path} that rank 0 has made",
-            next_step="choose an --output on storage that all machines share; or run --part K/N on each"
-            " machine, and collect the parts",
+            hint=(
+                "choose an --output on storage that all machines share; or run --part K/N on each"
+                " machine, and collect the parts"
+            ),
         )
     analysis.measure(run)
 
@@ -315,7 +317,7 @@ def limited(count: int, limit: int | float | None) -> int:
     whole = float(limit).is_integer() and limit >= 1
     if not whole and not 0 < limit < 1:
         raise ConfigError(
-            f"--limit {limit}",
-            expected="a number of samples (at least 1), or a fraction of them between 0 and 1",
+            f"--limit {limit}; expected a number of samples (at least 1), or a fraction of them between 0"
+            " and 1",
         )
     return min(count, int(limit) if whole else max(1, math.floor(share_of(limit, count))))

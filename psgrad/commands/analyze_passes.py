@@ -272,8 +272,10 @@ class Passes:
                 if self.content(range(start, stop)) != content:
                     raise DistributedError(
                         f"rank {rank} has other rows than rank 0: among the rows {start:,} to {stop - 1:,}",
-                        next_step="let a row of data.factory depend on its number alone, not on the process,"
-                        " a generator of its own, or the order in which rows are read; or run one process",
+                        hint=(
+                            "let a row of data.factory depend on its number alone, not on the process,"
+                            " a generator of its own, or the order in which rows are read; or run one process"
+                        ),
                     )
 
         self.processes.meet("rows are compared")  # before one of them is stored
@@ -313,9 +315,9 @@ class Passes:
             own = [key for key in state if key.startswith(f"{place}.")]
             if not all(key in before and torch.equal(before[key], state[key]) for key in own):
                 raise MeasureError(
-                    f"the measure {measure.name} gathers over the samples in its second pass",
-                    expected="gathering in the first pass alone, where several processes share the samples",
-                    next_step="run it in one process, or gather from columns, in `gather`",
+                    f"the measure {measure.name} gathers over the samples in its second pass; expected"
+                    " gathering in the first pass alone, where several processes share the samples",
+                    hint="run it in one process, or gather from columns, in `gather`",
                 )
 
     # -- what is gathered ------------------------------------------------------------------------------------

@@ -77,17 +77,20 @@ class StoredPass:
             if other.first < one.rows.stop:
                 raise DataError(
                     f"the rows {other.first:,} to {min(one.rows.stop, other.rows.stop) - 1:,} of the pass"
-                    f" {self.name} are there twice",
-                    expected="each row in one part",
-                    cause="parts of two divisions of the dataset ran at the same time, such as 1/2 and 1/3",
-                    next_step=f"remove the parts of one of them from {self.folder.path / SHARDS}",
+                    f" {self.name} are there twice; expected each row in one part",
+                    hint=(
+                        "parts of two divisions of the dataset ran at the same time, such as 1/2 and"
+                        f" 1/3; remove the parts of one of them from {self.folder.path / SHARDS}"
+                    ),
                 )
         for rows in gaps(self.count, [each.rows for each in found]):
             raise DataError(
-                f"the rows {rows.start:,} to {rows.stop - 1:,} of the pass {self.name} are missing",
-                expected="all rows, as the pass has come to its end",
-                cause="files that were removed while the run wrote others, or a fault of psgrad",
-                next_step="run it again with --resume: what is there is kept",
+                f"the rows {rows.start:,} to {rows.stop - 1:,} of the pass {self.name} are missing;"
+                " expected all rows, as the pass has come to its end",
+                hint=(
+                    "files that were removed while the run wrote others, or a fault of psgrad; run it"
+                    " again with --resume: what is there is kept"
+                ),
             )
         return found
 

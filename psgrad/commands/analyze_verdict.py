@@ -20,7 +20,7 @@ from psgrad.config.plugin_names import OWN
 from psgrad.data.derived import DrawnSamples
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.measures.measure import Measure
-from psgrad.errors import ConfigError, DataError
+from psgrad.errors import ConfigError, DataError, one_line
 from psgrad.quality.detector import detector_from
 from psgrad.quality.gates import read_baseline, read_reference
 from psgrad.quality.judging import OutlierTable, judge
@@ -121,8 +121,8 @@ class OutlierRule:
         if outliers.group_by == "length" and self._run.criterion.kind != "token":
             raise ConfigError(
                 "analyze.outliers.group_by: length counts positions, and the loss"
-                f" {self._run.config.loss.name} has none",
-                expected="length with token_cross_entropy; or class, or a column",
+                f" {self._run.config.loss.name} has none; expected length with token_cross_entropy; or"
+                " class, or a column",
             )
         known = ["grad_norm", "log_norm", "loss", "confidence", "prediction", "token_accuracy", "length"]
         known += [column for measure in self._measures for column in measure.meanings]
@@ -139,10 +139,12 @@ class OutlierRule:
         ):
             close = nearest(outliers.score, known)
             raise ConfigError(
-                f"analyze.outliers.score: there is no column {outliers.score!r}"
-                + (f"; did you mean {close}?" if close else ""),
-                expected=f"one of {', '.join(known)}",
-                cause="the measure that gives this column is not in analyze.measures",
+                one_line(
+                    f"analyze.outliers.score: there is no column {outliers.score!r}"
+                    + (f"; did you mean {close}?" if close else ""),
+                    f"expected one of {', '.join(known)}",
+                ),
+                hint="the measure that gives this column is not in analyze.measures",
             )
 
     def _column_of_data(self) -> str | None:
@@ -165,9 +167,9 @@ class OutlierRule:
             saved = read_baseline(base / source.baseline).reference
             if saved is None:
                 raise DataError(
-                    f"the baseline {source.baseline} holds no scores, by which others could be judged",
-                    expected="a baseline of a finished psgrad analyze",
-                    next_step="save the baseline again",
+                    f"the baseline {source.baseline} holds no scores, by which others could be judged;"
+                    " expected a baseline of a finished psgrad analyze",
+                    hint="save the baseline again",
                 )
             caveats = require_comparable(
                 ours, saved.get("measured_as", {}), outliers.score, str(source.baseline)

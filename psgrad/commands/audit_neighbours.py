@@ -91,7 +91,7 @@ def audited_pairs(setup: PrivateSetup, base: float) -> tuple[list[NeighbourPair]
             if not neighbours.planted:
                 raise
             # an augmentation that takes no such numbers
-            notes.append(f"not compared: {neighbours.pair}, on which {error.arrived}")
+            notes.append(f"not compared: {neighbours.pair}, on which {error.message}")
             continue
         before = worst.get(found.pair)
         if before is None or (not found.holds, found.over) > (not before.holds, before.over):

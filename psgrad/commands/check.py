@@ -86,7 +86,7 @@ def check(folder: Path, *, settings: Sequence[str] = (), baseline: Path | None =
     try:
         write_check(RunFolder(folder), found)
     except OutputError as error:
-        warning = f"the verdict is not kept in the run folder: {error.arrived}"
+        warning = f"the verdict is not kept in the run folder: {error.message}"
         found = replace(found, warnings=(*found.warnings, warning))
     return found
 
@@ -111,12 +111,9 @@ def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) 
     run = finished_manifest(folder)
     if run.partial:
         raise ConfigError(
-            f"{folder} can't be a baseline: the run {run.partial}",
-            expected=(
-                "a run of the whole dataset: what a baseline does not hold is new, and what a run does not"
-                " find is dropped"
-            ),
-            next_step="run psgrad analyze without --limit",
+            f"{folder} can't be a baseline: the run {run.partial}; expected a run of the whole dataset:"
+            " what a baseline does not hold is new, and what a run does not find is dropped",
+            hint="run psgrad analyze without --limit",
         )
     gate, base = _gate_of(run, ())
     before = read_baseline(output) if output.exists() else None

@@ -13,7 +13,7 @@ import pandas as pd
 from psgrad.config import Config
 from psgrad.data.loss import Criterion
 from psgrad.data.rows import Samples
-from psgrad.errors import ConfigError, DataError, LossError, ModelError
+from psgrad.errors import ConfigError, DataError, LossError, ModelError, one_line
 from psgrad.quality.label_agreement import label_facts
 from psgrad.run.results.manifest import LabelFacts
 from psgrad.wording import first_of
@@ -36,16 +36,13 @@ def require_names_of_outputs(config: Config, samples: Samples, outputs: int | No
     if not samples.names_found:
         raise ConfigError(
             f"data.class_names has {len(names)} names, {first_of(names, _SHOWN)}, and the model has"
-            f" {outputs} outputs",
-            expected="a name for each class, in the order of the outputs",
+            f" {outputs} outputs; expected a name for each class, in the order of the outputs",
         )
     has = "output that does not tell how many classes there are" if outputs is None else f"{outputs} outputs"
     raise DataError(
         f"the labels of {config.data.source} have {len(names)} names, {_counted(samples, names)}, and the"
-        f" model has {has}",
-        expected="as many names as outputs, where only the data tell the names",
-        cause=None if outputs is None else _cause(len(names), outputs),
-        next_step=_HINT,
+        f" model has {has}; expected as many names as outputs, where only the data tell the names",
+        hint=one_line(None if outputs is None else _cause(len(names), outputs), _HINT),
     )
 
 
@@ -74,9 +71,9 @@ def require_one_numbering(names: list[str] | None, ours: str, other: Samples, th
     """Raises ConfigError where another dataset has labels by name, and the run's own have no names."""
     if names is None and other.names_found == "sorted":
         raise ConfigError(
-            f"the labels of {theirs} are names, and those of {ours} are numbers",
-            expected="names in both, or numbers in both",
-            next_step=_HINT,
+            f"the labels of {theirs} are names, and those of {ours} are numbers; expected names in both,"
+            " or numbers in both",
+            hint=_HINT,
         )
 
 
@@ -88,11 +85,12 @@ def errors_about(what: str, keys: str = "") -> Iterator[None]:
     try:
         yield
     except (DataError, LossError, ModelError) as error:
-        step = error.next_step
+        step = error.hint
         if step and keys:
             step = step.replace("data.inputs and data.target", keys)
         raise type(error)(
-            f"{what}: {error.arrived}", expected=error.expected, cause=error.cause, next_step=step
+            f"{what}: {error.message}",
+            hint=step,
         ) from error
 
 

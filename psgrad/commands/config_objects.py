@@ -62,8 +62,8 @@ def config_of(
     content = _training(content, made)
     if made and resume:
         raise ConfigError(
-            "resume was given together with objects",
-            expected="a config of names and paths: objects can't be compared with those of the earlier run",
+            "resume was given together with objects; expected a config of names and paths: objects can't"
+            " be compared with those of the earlier run",
         )
     if not given and config is not None and not isinstance(config, Mapping):
         yield config if isinstance(config, Config) else load_config(Path(config))
@@ -93,8 +93,7 @@ def _model(model: Any, section: Any, made: dict[str, Callable[..., Any]]) -> Any
         made["model"] = model
     else:
         raise ConfigError(
-            f"model is of type {type(model).__name__}",
-            expected="an nn.Module, or a function that returns one",
+            f"model is of type {type(model).__name__}; expected an nn.Module, or a function that returns one",
         )
     mode = (section or {}).get("mode", "eval") if isinstance(section, Mapping) else "eval"
     return {"factory": f"{LIVE}:model", "mode": mode}
@@ -106,7 +105,7 @@ def _loss(loss: Any, made: dict[str, Callable[..., Any]]) -> Any:
     if not callable(loss) or isinstance(loss, type):
         what = f"the class {loss.__name__}" if isinstance(loss, type) else f"of type {type(loss).__name__}"
         raise ConfigError(
-            f"loss is {what}", expected="a function (output, target) of one sample, or a name: cross_entropy"
+            f"loss is {what}; expected a function (output, target) of one sample, or a name: cross_entropy"
         )
     made["loss"] = loss
     return f"{LIVE}:loss"
@@ -143,16 +142,16 @@ def _dataset(name: str, data: Any, section: Any, made: dict[str, Callable[..., A
         rows: Any = _ObjectRows(data)
     elif hasattr(data, "dataset") and hasattr(data, "batch_size"):
         raise ConfigError(
-            f"{name} is a {type(data).__name__}",
-            expected="its dataset: rows are read one by one, in their order",
-            next_step=f"{name}=loader.dataset",
+            f"{name} is a {type(data).__name__}; expected its dataset: rows are read one by one, in their"
+            " order",
+            hint=f"{name}=loader.dataset",
         )
     elif (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or isinstance(data, IterableDataset):
         rows = data
     else:
         raise ConfigError(
-            f"{name} is of type {type(data).__name__}",
-            expected="a torch Dataset with a length, a tuple of arrays (inputs, ..., target), or a path",
+            f"{name} is of type {type(data).__name__}; expected a torch Dataset with a length, a tuple of"
+            " arrays (inputs, ..., target), or a path",
         )
     made[name] = lambda: rows
     return {**kept, "factory": f"{LIVE}:{name}"}
@@ -165,8 +164,8 @@ class _ObjectRows:
         lengths = {len(each) for each in arrays}
         if len(lengths) != 1:
             raise ConfigError(
-                f"the arrays have {', '.join(str(len(each)) for each in arrays)} rows",
-                expected="a tuple of arrays (inputs, ..., target) with one row a sample in each",
+                f"the arrays have {', '.join(str(len(each)) for each in arrays)} rows; expected a tuple of"
+                " arrays (inputs, ..., target) with one row a sample in each",
             )
         self._arrays = arrays
 

@@ -43,13 +43,12 @@ def diff(a: Path, b: Path, *, top: int = 20) -> Comparison:
     counts = counts_of(both)
     if not counts["common"]:
         raise DataError(
-            f"{a} and {b} have no sample in common",
-            expected="two runs on the same dataset, or on versions of it",
-            cause=(
-                "other data, or a data.id in one config alone: samples are matched by their id where there is"
-                " one, else by content"
+            f"{a} and {b} have no sample in common; expected two runs on the same dataset, or on versions"
+            " of it",
+            hint=(
+                "other data, or a data.id in one config alone: samples are matched by their id where"
+                " there is one, else by content; run psgrad analyze on both with the same data.id"
             ),
-            next_step="run psgrad analyze on both with the same data.id",
         )
     common = both[both["row_a"].notna() & both["row_b"].notna()]
     return Comparison(

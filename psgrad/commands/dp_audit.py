@@ -189,13 +189,13 @@ def require_sense(privacy: PrivacyConfig, steps: int | None, confidence: float) 
     """
     if steps is not None and not 1 <= steps <= privacy.steps:
         raise ConfigError(
-            f"an audit of {steps} steps was asked for, and {privacy.steps} are planned",
-            expected=f"from 1 to {privacy.steps} steps",
+            f"an audit of {steps} steps was asked for, and {privacy.steps} are planned; expected from 1 to"
+            f" {privacy.steps} steps",
         )
     if not 0.5 <= confidence < 1:
         raise ConfigError(
-            f"the confidence of the audit is {confidence!r}",
-            expected="a number from 0.5 to below 1, such as 0.95",
+            f"the confidence of the audit is {confidence!r}; expected a number from 0.5 to below 1, such"
+            " as 0.95",
         )
 
 
@@ -204,9 +204,9 @@ def require_room(setup: PrivateSetup, canaries: int) -> None:
     room = setup.sampling.dataset_size
     if room is not None and canaries > room:
         raise ConfigError(
-            f"an audit with {canaries} canaries in a dataset of {room} records",
-            expected="fewer: under truncated Poisson sampling they take the places of records",
-            next_step=f"--canaries {max(room // 2, 1)}",
+            f"an audit with {canaries} canaries in a dataset of {room} records; expected fewer: under"
+            " truncated Poisson sampling they take the places of records",
+            hint=f"--canaries {max(room // 2, 1)}",
         )
 
 

@@ -90,9 +90,9 @@ def read_step(run: Path, ledger: LedgerContent) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{path} can't be read: {getattr(error, 'strerror', None) or error}",
-            expected="the folder of a run of psgrad dp-step, or a copy of its folder public/",
-            next_step="check the path",
+            f"{path} can't be read: {getattr(error, 'strerror', None) or error}; expected the folder of a"
+            " run of psgrad dp-step, or a copy of its folder public/",
+            hint="check the path",
         ) from error
     known = {*STEP_KEYS} - {"budget", "assumptions"}
     whole = isinstance(content, dict) and known <= content.keys() and {*_OF_HEADER} <= ledger.header.keys()
@@ -102,8 +102,7 @@ def read_step(run: Path, ledger: LedgerContent) -> dict[str, Any]:
     if not whole or not isinstance(content["rounding"].get("residual_epsilon"), _NUMBER):
         raise DataError(
             f"{path} is not what psgrad dp-step writes beside its ledger",
-            cause="a file was edited, or another version of psgrad wrote it",
-            next_step="put the files back",
+            hint="a file was edited, or another version of psgrad wrote it; put the files back",
         )
     return {**content}
 

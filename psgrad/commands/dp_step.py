@@ -36,7 +36,7 @@ from psgrad.engine.privacy.accounting import part_of
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining, make_optimizer
-from psgrad.errors import ConfigError
+from psgrad.errors import ConfigError, one_line
 from psgrad.reports.words import count
 from psgrad.run import Ledger, PrivateRunFolder
 from psgrad.run.ledger_lines import require_same_run
@@ -78,9 +78,9 @@ def dp_step(
     privacy = require_privacy(config)
     if privacy.individual_every is not None and processes.size > 1:
         raise ConfigError(
-            f"privacy.individual_every with {processes.size} processes",
-            expected="one process, which has the norms of all records",
-            next_step="leave privacy.individual_every out, or run one process",
+            f"privacy.individual_every with {processes.size} processes; expected one process, which has"
+            " the norms of all records",
+            hint="leave privacy.individual_every out, or run one process",
         )
     require_honest_seed(privacy, insecure_deterministic)
     if resume:
@@ -182,10 +182,10 @@ def require_honest_seed(privacy: PrivacyConfig, insecure_deterministic: bool) ->
     """Raises ConfigError for a seed without --insecure-deterministic."""
     if privacy.noise.seed is not None and not insecure_deterministic:
         raise ConfigError(
-            "privacy.noise.seed is set, and with a seed nothing is private: who knows it can draw the noise"
-            " again, and take it off",
-            expected="no seed: the noise comes from the operating system's entropy",
-            next_step=(
+            "privacy.noise.seed is set, and with a seed nothing is private: who knows it can draw the"
+            " noise again, and take it off; expected no seed: the noise comes from the operating system's"
+            " entropy",
+            hint=(
                 "remove privacy.noise.seed; or, for a test, add --insecure-deterministic, which is written"
                 " into all that comes out"
             ),
@@ -195,14 +195,20 @@ def require_honest_seed(privacy: PrivacyConfig, insecure_deterministic: bool) ->
 def require_steps_left(privacy: PrivacyConfig, taken: int, steps: int) -> None:
     """Raises ConfigError where fewer planned steps are left than asked for."""
     if steps < 1:
-        raise ConfigError(f"{steps} steps were asked for", expected="at least 1")
+        raise ConfigError(f"{steps} steps were asked for; expected at least 1")
     left = privacy.steps - taken
     if steps > left:
         asked = f"{count(steps, 'step')} {'was' if steps == 1 else 'were'} asked for"
         raise ConfigError(
-            f"{asked}, and {max(left, 0)} of the {privacy.steps} planned ones are left",
-            expected=f"at most {left} steps" if left > 0 else "a run with steps left",
-            cause="the noise was chosen for the planned number of steps, and each one spends its part",
-            next_step="plan more steps (privacy.steps) for a run of its own"
-            + (f", or take --steps {left}" if left > 0 else ""),
+            one_line(
+                f"{asked}, and {max(left, 0)} of the {privacy.steps} planned ones are left",
+                "expected " + (f"at most {left} steps" if left > 0 else "a run with steps left"),
+            ),
+            hint=(
+                one_line(
+                    "the noise was chosen for the planned number of steps, and each one spends its part",
+                    "plan more steps (privacy.steps) for a run of its own"
+                    + (f", or take --steps {left}" if left > 0 else ""),
+                )
+            ),
         )

@@ -63,16 +63,17 @@ def evaluate_lds(evaluation: EvaluationParts) -> Found:
     if not 0 < round(wanted.fraction * n) < n:
         raise ConfigError(
             f"influence.evaluate.fraction: {wanted.fraction:g} of {n} training examples are"
-            f" {round(wanted.fraction * n)} of them",
-            expected="subsets that have some examples, and lack some",
+            f" {round(wanted.fraction * n)} of them; expected subsets that have some examples, and lack"
+            " some",
         )
     fits = fitted_methods(evaluation)
     asked, set_aside = evaluation.asked, np.empty(0, dtype=evaluation.asked.dtype)
     if tuning is not None:
         if tuning.queries >= len(asked):
             raise ConfigError(
-                f"influence.evaluate.tuning.queries sets {tuning.queries} of the {len(asked)} queries aside",
-                expected="fewer than there are queries, as those that choose a damping are not reported",
+                f"influence.evaluate.tuning.queries sets {tuning.queries} of the {len(asked)} queries"
+                " aside; expected fewer than there are queries, as those that choose a damping are not"
+                " reported",
             )
         chosen = np.sort(random.choice(len(asked), tuning.queries, replace=False))
         set_aside, asked = asked[chosen], np.delete(asked, chosen)
@@ -124,8 +125,8 @@ def evaluate_loo(evaluation: EvaluationParts) -> Found:
     wanted, setup, n = evaluation.wanted, evaluation.setup, len(evaluation.training)
     if n < _FEWEST:
         raise ConfigError(
-            f"there are {n} training examples to leave out, one at a time",
-            expected=f"at least {_FEWEST}, for a correlation",
+            f"there are {n} training examples to leave out, one at a time; expected at least {_FEWEST},"
+            " for a correlation",
         )
     fits = fitted_methods(evaluation)
     random = np.random.default_rng([wanted.seed, 4])
@@ -182,8 +183,8 @@ def evaluate_removal(evaluation: EvaluationParts) -> Found:
     wanted, n = evaluation.wanted, len(evaluation.training)
     if max(wanted.ks) >= n:
         raise ConfigError(
-            f"influence.evaluate.ks has {max(wanted.ks)}, and there are {n} training examples",
-            expected="fewer than there are",
+            f"influence.evaluate.ks has {max(wanted.ks)}, and there are {n} training examples; expected"
+            " fewer than there are",
         )
     count = min(wanted.explained, len(evaluation.asked))
     asked = np.sort(np.random.default_rng([wanted.seed, 5]).choice(evaluation.asked, count, replace=False))
@@ -256,7 +257,7 @@ def _or_left_out(evaluation: EvaluationParts, name: str) -> Iterator[None]:
     except InfluenceError as error:
         if name == evaluation.main:
             raise
-        evaluation.notes.append(f"left out: {name}, as {error.arrived}")
+        evaluation.notes.append(f"left out: {name}, as {error.message}")
 
 
 def tune(
@@ -285,12 +286,12 @@ def tune(
                 scores = score_matrix(changed, there, queries, normalize, evaluation.average)
                 curve[damping] = lds_mean(scores, subsets, outcomes)
             except InfluenceError as error:
-                evaluation.notes.append(f"no candidate for {name}: damping {damping:g}, as {error.arrived}")
+                evaluation.notes.append(f"no candidate for {name}: damping {damping:g}, as {error.message}")
         if not curve:
             if name == evaluation.main:
                 raise InfluenceError(
                     f"with none of the candidate dampings {name} has scores",
-                    next_step="add larger ones to influence.evaluate.tuning.dampings",
+                    hint="add larger ones to influence.evaluate.tuning.dampings",
                 )
             del fits[name]
             evaluation.notes.append(

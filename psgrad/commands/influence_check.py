@@ -98,7 +98,7 @@ def check_removals(
             for solver in solvers
         ]
     except InfluenceError as error:
-        say(f"{_UNTRIED}: {error.arrived}")
+        say(f"{_UNTRIED}: {error.message}")
         return None
     steps, converged = min(each.steps for each in found), all(each.converged for each in found)
     at_minimum = all(each.at_minimum for each in found)

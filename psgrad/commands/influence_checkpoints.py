@@ -34,9 +34,9 @@ def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
     """
     if config.model.pretrained is not None and not (config.model.checkpoint or config.influence.checkpoints):
         raise ConfigError(
-            "models would be trained again from the trained weights: model.pretrained has the only ones",
-            expected="the weights that training began with, and those that it ended with",
-            next_step=(
+            "models would be trained again from the trained weights: model.pretrained has the only ones;"
+            " expected the weights that training began with, and those that it ended with",
+            hint=(
                 "set model.pretrained to the model that was fine-tuned, and model.checkpoint to the folder of"
                 " the result"
             ),
@@ -115,13 +115,15 @@ def require_same_end(training: TrainingRun, end: Vectors, path: str, tolerance: 
         return
     share = f"{apart / way:.3g} times as far" if way else "not there, while the checkpoint is where it began"
     raise CheckpointError(
-        f"the training run that influence.training describes does not end at {path}: its end is {share} from"
-        f" it as the initial weights are (distance {apart:.3g}, {way:.3g})",
-        expected=f"at most {tolerance:g} times (influence.training.tolerance)",
-        cause="another optimiser, learning rate, number of epochs, order of the rows or initial weights; or a"
-        " run that random numbers or another machine's rounding lead elsewhere",
-        next_step="correct influence.training, or leave model.checkpoint out: the end of the training run is"
-        " then the model",
+        f"the training run that influence.training describes does not end at {path}: its end is {share}"
+        f" from it as the initial weights are (distance {apart:.3g}, {way:.3g}); expected at most"
+        f" {tolerance:g} times (influence.training.tolerance)",
+        hint=(
+            "another optimiser, learning rate, number of epochs, order of the rows or initial weights;"
+            " or a run that random numbers or another machine's rounding lead elsewhere; correct"
+            " influence.training, or leave model.checkpoint out: the end of the training run is then"
+            " the model"
+        ),
     )
 
 
@@ -146,12 +148,10 @@ def first_run(config: Config, processes: Processes) -> Setup:
     require_of_groups(config, run)
     if draws_at_random(run.first_output, run.model):
         raise ConfigError(
-            "the model draws random numbers in train mode, and its gradients would be others each time they"
-            " are taken",
-            expected=(
-                "a model with one gradient an example: dropout is switched off where influence is measured"
-            ),
-            next_step="set model.mode: eval",
+            "the model draws random numbers in train mode, and its gradients would be others each time"
+            " they are taken; expected a model with one gradient an example: dropout is switched off"
+            " where influence is measured",
+            hint="set model.mode: eval",
         )
     return run
 
@@ -172,11 +172,13 @@ def require_of_weights(config: Config, run: Setup) -> None:
     else:
         return
     raise ConfigError(
-        f"data.weight: {problem} is not computed for losses with weights",
-        expected=f"{', '.join(_FIRST_ORDER)}, influence by the gauss_newton or hessian curvature, or ekfac"
-        " with fisher: sampled or exact",
-        cause="its curvature is of products of gradients, which have the square of a weight",
-        next_step="choose one of these, or leave data.weight out",
+        f"data.weight: {problem} is not computed for losses with weights; expected"
+        f" {', '.join(_FIRST_ORDER)}, influence by the gauss_newton or hessian curvature, or ekfac with"
+        " fisher: sampled or exact",
+        hint=(
+            "its curvature is of products of gradients, which have the square of a weight; choose one"
+            " of these, or leave data.weight out"
+        ),
     )
 
 
@@ -201,12 +203,10 @@ def require_of_groups(config: Config, run: Setup) -> None:
         problem = f"an index of the {wanted.index.features}"
     if problem is not None:
         raise ConfigError(
-            f"{problem} is not computed for groups of rows",
-            expected=(
-                f"where data.group is set: {', '.join(_FIRST_ORDER)}, or influence with leverage: false and"
-                " change: gradient; and the measurement loss"
-            ),
-            next_step="choose one of these, or leave data.group out",
+            f"{problem} is not computed for groups of rows; expected where data.group is set:"
+            f" {', '.join(_FIRST_ORDER)}, or influence with leverage: false and change: gradient; and the"
+            " measurement loss",
+            hint="choose one of these, or leave data.group out",
         )
 
 

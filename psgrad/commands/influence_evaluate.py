@@ -103,15 +103,15 @@ def require_evaluable(config: Config) -> None:
     """Raises ConfigError for samples that models are not trained on again."""
     if config.data.weight is not None:
         raise ConfigError(
-            "data.weight: models are trained again without weights",
-            expected="losses that count the same for psgrad influence --evaluate",
-            next_step="leave data.weight out here",
+            "data.weight: models are trained again without weights; expected losses that count the same"
+            " for psgrad influence --evaluate",
+            hint="leave data.weight out here",
         )
     if config.data.group is not None:
         raise ConfigError(
-            "data.group: scores of groups are not compared with training again",
-            expected="a sample a row for psgrad influence --evaluate",
-            next_step="leave data.group out: rows are then evaluated one by one",
+            "data.group: scores of groups are not compared with training again; expected a sample a row"
+            " for psgrad influence --evaluate",
+            hint="leave data.group out: rows are then evaluated one by one",
         )
 
 

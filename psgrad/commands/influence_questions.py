@@ -54,12 +54,11 @@ def require_room(setup: InfluenceSetup, matrix: bool) -> None:
     if not reasons or each * m <= free:
         return
     raise InfluenceError(
-        f"all {n:,} x {m:,} scores take {amount(each * m)} of memory, and {amount(free)} are free",
-        expected="scores that fit: training examples times queries, in four copies of 8 bytes",
-        cause=f"{', '.join(reasons)} need them all at once",
-        next_step=(
-            f"leave that out, or ask about {max(1, free // each):,} of the queries (influence.queries.rows,"
-            " worst)"
+        f"all {n:,} x {m:,} scores take {amount(each * m)} of memory, and {amount(free)} are free;"
+        " expected scores that fit: training examples times queries, in four copies of 8 bytes",
+        hint=(
+            f"{', '.join(reasons)} need them all at once; leave that out, or ask about"
+            f" {max(1, free // each):,} of the queries (influence.queries.rows, worst)"
         ),
     )
 
@@ -198,9 +197,9 @@ def require_tokens(setup: InfluenceSetup) -> None:
         problem = "data.group makes one sample of several texts"
     if problem is not None:
         raise ConfigError(
-            f"influence.level: token: {problem}",
-            expected="the loss token_cross_entropy, the measurement loss, a text a row, and one process",
-            next_step="set influence.level: sample",
+            f"influence.level: token: {problem}; expected the loss token_cross_entropy, the measurement"
+            " loss, a text a row, and one process",
+            hint="set influence.level: sample",
         )
     for row in setup.asked_rows if wanted.query_tokens else ():
         block = setup.query_reader.take(np.array([row]))
@@ -210,9 +209,9 @@ def require_tokens(setup: InfluenceSetup) -> None:
         if beyond:
             raise ConfigError(
                 f"influence.query_tokens names token {beyond[0]}, and the query"
-                f" {setup.query_reader.samples.ids[row]} has {length}",
-                expected=f"tokens from 0 to {length - 1}",
-                next_step="ask about other tokens, or about other queries",
+                f" {setup.query_reader.samples.ids[row]} has {length}; expected tokens from 0 to"
+                f" {length - 1}",
+                hint="ask about other tokens, or about other queries",
             )
 
 
@@ -261,9 +260,9 @@ def _solver(setup: InfluenceSetup, fitted: Fitted) -> Preconditioned:
     if solver is None or solver is not fitted:
         raise InfluenceError(
             f"influence.level: token: the scores of {setup.run.config.influence.method.name} with these"
-            " options are not a sum over tokens",
-            expected="ekfac, datainf, or influence with leverage: false and change: gradient",
-            next_step="set influence.method: ekfac",
+            " options are not a sum over tokens; expected ekfac, datainf, or influence with leverage:"
+            " false and change: gradient",
+            hint="set influence.method: ekfac",
         )
     return solver
 

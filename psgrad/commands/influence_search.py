@@ -20,7 +20,7 @@ from psgrad.engine.influence.index.estimators import FittedRows
 from psgrad.engine.influence.index.search import FoundRows, found_rows, recalls, strongest_rows, vectors_of
 from psgrad.engine.influence.index.stored_index import ChosenRows, StoredRows
 from psgrad.engine.influence.method import Fitted
-from psgrad.errors import ConfigError, InfluenceError
+from psgrad.errors import ConfigError, InfluenceError, one_line
 from psgrad.reports.words import amount
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.results import Progress, Say
@@ -61,10 +61,9 @@ def require_searchable(config: Config, *, matrix: bool, part: bool, processes: P
     for what, why in reasons.items():
         if why:
             raise ConfigError(
-                f"influence.index_search: approximate does not go with {what}",
-                expected="one process that ranks the strongest rows of each query",
-                cause=why,
-                next_step=f"set influence.index_search: exact, or leave {what} out",
+                f"influence.index_search: approximate does not go with {what}; expected one process that"
+                " ranks the strongest rows of each query",
+                hint=one_line(why, f"set influence.index_search: exact, or leave {what} out"),
             )
     require_faiss()
 
@@ -89,9 +88,9 @@ def searched(
     probes = wanted.probes or -(-lists.count // _SEARCHED)
     if probes > lists.count:
         raise ConfigError(
-            f"influence.index_search.probes: {probes}, and the rows are in {lists.count} lists",
-            expected=f"at most {lists.count}, with which no row is missed",
-            next_step="set fewer, or leave it out",
+            f"influence.index_search.probes: {probes}, and the rows are in {lists.count} lists; expected"
+            f" at most {lists.count}, with which no row is missed",
+            hint="set fewer, or leave it out",
         )
     with run.clock("search"):
         projected = whole.projected(setup.views[0].queries)
@@ -101,8 +100,10 @@ def searched(
     if not len(found):
         raise InfluenceError(
             f"the {probes} of {lists.count} lists that were searched for each query hold no row",
-            cause="hardly more rows than lists",
-            next_step="set more influence.index_search.probes, or fewer lists; or index_search: exact",
+            hint=(
+                "hardly more rows than lists; set more influence.index_search.probes, or fewer lists;"
+                " or index_search: exact"
+            ),
         )
     facts: dict[str, Any] = {
         "lists": lists.count,
@@ -132,9 +133,9 @@ def _lists_of(
     count = wanted.lists or max(1, round(n**0.5))
     if count > n:
         raise ConfigError(
-            f"influence.index_search.lists: {count:,}, and the index has {n:,} rows with a score",
-            expected="fewer lists than rows; by default the square root of their number",
-            next_step="set fewer, or leave it out",
+            f"influence.index_search.lists: {count:,}, and the index has {n:,} rows with a score; expected"
+            " fewer lists than rows; by default the square root of their number",
+            hint="set fewer, or leave it out",
         )
     kind = "directions" if whole.by_direction else "rows"
     said = f"{store.identity_of_rows(source.number)} {count} {kind} {source.projector.width}"
@@ -146,9 +147,8 @@ def _lists_of(
     if size > free:
         raise InfluenceError(
             f"lists of {n:,} rows of {source.projector.width:,} numbers take {amount(size)} of memory, and"
-            f" {amount(free)} are free",
-            expected=f"{_BYTES} bytes for each number of the index",
-            next_step="build an index with a smaller dimension, or set influence.index_search: exact",
+            f" {amount(free)} are free; expected {_BYTES} bytes for each number of the index",
+            hint="build an index with a smaller dimension, or set influence.index_search: exact",
         )
     progress(Progress(0, 0, "lists", f"{count:,} lists of neighbouring rows are made: {why}"))
     lists = new_lists(whole, source, count, progress)

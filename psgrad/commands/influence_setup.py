@@ -64,13 +64,10 @@ def errors_of_own_method(name: str) -> Iterator[None]:
         if not is_callable_spec(name):
             raise
         raise InfluenceError(
-            f"scoring by the method {name} raised {describe_failure(error)}",
-            expected=(
-                "scores [rows, queries] for all training examples, block by block in order, as"
-                " psgrad.engine.influence.method says"
-            ),
-            cause="a mistake in the method",
-            next_step="--debug shows the line",
+            f"scoring by the method {name} raised {describe_failure(error)}; expected scores [rows,"
+            " queries] for all training examples, block by block in order, as"
+            " psgrad.engine.influence.method says",
+            hint="a mistake in the method; --debug shows the line",
         ) from error
 
 
@@ -201,7 +198,7 @@ def set_up_influence(
         if processes.size > 1:
             raise ConfigError(
                 "replay computes one training run, step after step, and can't be shared by several processes",
-                next_step="run it in one process",
+                hint="run it in one process",
             )
         run, training = recomputed_run(config, run, say)
     if isinstance(method, TracIn) and method.optimizer == "sgd":

@@ -82,8 +82,10 @@ def without_nonfinite(
         if len(out) == len(kept):
             raise InfluenceError(
                 f"the loss or the gradient of every one of the {len(kept):,} {what} is not finite",
-                cause="a checkpoint of a run that diverged, or data with NaN",
-                next_step="run psgrad analyze to see which rows and parameters",
+                hint=(
+                    "a checkpoint of a run that diverged, or data with NaN; run psgrad analyze to see"
+                    " which rows and parameters"
+                ),
             )
         if len(out):
             say(

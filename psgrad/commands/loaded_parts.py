@@ -137,8 +137,8 @@ class Loaded:
         if data.class_names is not None and names not in (None, data.class_names):
             raise ConfigError(
                 f"class_names of {data.source} are {first_of(data.class_names, 20)}, and those of"
-                f" {self.config.data.source} {first_of(names or [], 20)}",
-                expected="one order of the classes, that of the model's outputs",
+                f" {self.config.data.source} {first_of(names or [], 20)}; expected one order of the"
+                " classes, that of the model's outputs",
             )
         if names is not None:
             data = data.model_copy(update={"class_names": names})
@@ -148,14 +148,14 @@ class Loaded:
             found.ragged = replace(found.ragged, masked=self.samples.ragged.masked)
         if found.weighted != (self.samples.weighted if weighted is None else weighted):
             raise ConfigError(
-                f"only one of {self.config.data.source} and {data.source} has weights",
-                expected="a column data.weight in both, or in neither",
+                f"only one of {self.config.data.source} and {data.source} has weights; expected a column"
+                " data.weight in both, or in neither",
             )
         if (found.ungrouped is None) != (self.samples.ungrouped is None):
             raise ConfigError(
-                f"only one of {self.config.data.source} and {data.source} has groups",
-                expected="a column data.group for both, or for neither",
-                next_step="say group there, too; what is not said is taken from data",
+                f"only one of {self.config.data.source} and {data.source} has groups; expected a column"
+                " data.group for both, or for neither",
+                hint="say group there, too; what is not said is taken from data",
             )
         return found
 
@@ -259,16 +259,16 @@ def _require_loss_of_the_head(loaded: LoadedModel, criterion: Criterion) -> None
     task = None if loaded.pretrained is None else loaded.pretrained.task
     if task is not None and TASK_LOSSES[task] == "token_cross_entropy" and criterion.kind == "class":
         raise ConfigError(
-            f"the task {task} has a label for each token, and the loss {criterion.name} takes one a row",
-            expected="loss: token_cross_entropy, or a loss of your own",
-            next_step="leave loss out: the task has its own",
+            f"the task {task} has a label for each token, and the loss {criterion.name} takes one a row;"
+            " expected loss: token_cross_entropy, or a loss of your own",
+            hint="leave loss out: the task has its own",
         )
     problem = None if loaded.pretrained is None else getattr(loaded.pretrained.config, "problem_type", None)
     if problem == "multi_label_classification" and criterion.kind == "class":
         raise ConfigError(
-            f"the model has several labels a row ({problem}), and the loss {criterion.name} has one",
-            expected="loss: bce_with_logits, or a loss of your own",
-            next_step="say the loss in the config; the task's own is that of one label",
+            f"the model has several labels a row ({problem}), and the loss {criterion.name} has one;"
+            " expected loss: bce_with_logits, or a loss of your own",
+            hint="say the loss in the config; the task's own is that of one label",
         )
 
 
@@ -285,9 +285,9 @@ def pick_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"engine.device: {name!r} can't be used: {str(error).splitlines()[0]}",
-            expected="auto, cpu, cuda or cuda:N",
-            next_step="set engine.device: auto, or install a PyTorch build for this device",
+            f"engine.device: {name!r} can't be used: {str(error).splitlines()[0]}; expected auto, cpu,"
+            " cuda or cuda:N",
+            hint="set engine.device: auto, or install a PyTorch build for this device",
         ) from error
     return device
 
@@ -351,7 +351,7 @@ def _with_columns(
     columns = load_data(data.with_inputs(criterion.columns), base, allow_download=allow_download)
     if len(columns) != len(found):
         raise ConfigError(
-            f"loss.columns: the columns have {len(columns):,} rows, and there are {len(found):,} samples",
-            expected="one row each",
+            f"loss.columns: the columns have {len(columns):,} rows, and there are {len(found):,} samples;"
+            " expected one row each",
         )
     return SamplesWithColumns(found, columns, criterion.columns)

@@ -30,7 +30,7 @@ from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.builtin.outputs import Predictions, summary_for
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
-from psgrad.errors import ConfigError, MeasureError, PsgradError
+from psgrad.errors import ConfigError, MeasureError, PsgradError, one_line
 from psgrad.plugins import MEASURES, configured, find
 from psgrad.run.results.analyze import SAMPLE_COLUMNS
 from psgrad.user_code import describe_failure
@@ -136,8 +136,10 @@ class OwnMeasure(Measure):
                 raise
             raise MeasureError(
                 f"the measure {self.spec} raised {describe_failure(error)} in {where}",
-                cause="a mistake in the measure",
-                next_step="--debug shows the line; docs/reference/measures.md says what each method is asked",
+                hint=(
+                    "a mistake in the measure; --debug shows the line; docs/reference/measures.md says"
+                    " what each method is asked"
+                ),
             ) from error
 
     def _named(self, found: Any, where: str) -> Arrays:
@@ -173,7 +175,8 @@ class OwnMeasure(Measure):
 
     def _wrong(self, where: str, what: str, expected: str) -> MeasureError:
         return MeasureError(
-            f"the measure {self.spec} {what} in {where}", expected=expected, cause="a mistake in the measure"
+            one_line(f"the measure {self.spec} {what} in {where}", "expected " + (expected)),
+            hint="a mistake in the measure",
         )
 
 
@@ -194,8 +197,7 @@ def joined_summary(measures: Sequence[Measure], output: Any, target: Any) -> Arr
             if name in found and found[name] is not value:
                 raise MeasureError(
                     f"the measure {measure.name} keeps {name} of each output, and another measure keeps"
-                    " something else by that name",
-                    expected="names that begin with the measure's own",
+                    " something else by that name; expected names that begin with the measure's own",
                 )
             found[name] = value
     return found
@@ -206,9 +208,9 @@ def joined_columns(rows: Arrays, more: Mapping[str, torch.Tensor], where: str) -
     for name in more:
         if name in rows:
             raise MeasureError(
-                f"two measures make the column {name}, one of them in {where}",
-                expected="columns with different names",
-                next_step="rename the column of your own measure",
+                f"two measures make the column {name}, one of them in {where}; expected columns with"
+                " different names",
+                hint="rename the column of your own measure",
             )
     return {**rows, **more}
 
@@ -227,7 +229,7 @@ def measures_of(config: Config) -> list[Measure]:
             raise ConfigError(
                 f"analyze.measures: {each.name} calls itself {measure.name}, and so does"
                 f" {same or 'a measure of psgrad'}",
-                next_step="give your measure another `name`",
+                hint="give your measure another `name`",
             )
         found[each.name] = measure
     waiting = [name for measure in found.values() for name in measure.needs]
@@ -241,8 +243,8 @@ def measures_of(config: Config) -> list[Measure]:
         if name not in found and name not in needed:
             if name not in known:
                 raise ConfigError(
-                    f"analyze.measures: a measure needs {name}, which is none",
-                    expected=f"some of {', '.join(known)}",
+                    f"analyze.measures: a measure needs {name}, which is none; expected some of"
+                    f" {', '.join(known)}",
                 )
             needed[name] = find(MEASURES, name, config.base)()
             waiting += needed[name].needs
@@ -260,8 +262,8 @@ def measure_from(config: MeasureConfig, base: Path) -> Measure:
     kind.name = kind.name or kind.__name__.lower()
     if not re.fullmatch(r"[a-z0-9_]+", str(kind.name)):
         raise ConfigError(
-            f"analyze.measures: {config.name} calls itself {kind.name!r}",
-            expected="lower-case letters, digits and _",
+            f"analyze.measures: {config.name} calls itself {kind.name!r}; expected lower-case letters,"
+            " digits and _",
         )
     return OwnMeasure(measure, config.name)
 
@@ -330,9 +332,9 @@ def _require_of_groups(run: Setup, measures: Sequence[Measure]) -> None:
     if run.samples.ungrouped is not None and wrong:
         raise ConfigError(
             f"analyze.measures: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not computed for"
-            " groups of rows",
-            expected=f"where data.group is set, measures of the gradient: {', '.join(sorted(_OF_GROUPS))}",
-            next_step="leave out data.group, or these measures",
+            " groups of rows; expected where data.group is set, measures of the gradient:"
+            f" {', '.join(sorted(_OF_GROUPS))}",
+            hint="leave out data.group, or these measures",
         )
 
 
@@ -349,11 +351,10 @@ def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
     if twice and draws_at_random(run.first_output, run.model):
         raise MeasureError(
             f"{', '.join(twice)} {'asks' if len(twice) == 1 else 'ask'} for a sample's gradient more than"
-            " once, and the model draws at random: each time it would be another gradient",
-            expected="a model that gives the same output each time",
-            cause="model.mode: train, with dropout in the model",
-            next_step=(
-                "set model.mode to eval; or take these measures out of analyze.measures (noise_scale with"
-                " resamples: 0 looks once)"
+            " once, and the model draws at random: each time it would be another gradient; expected a"
+            " model that gives the same output each time",
+            hint=(
+                "model.mode: train, with dropout in the model; set model.mode to eval; or take these"
+                " measures out of analyze.measures (noise_scale with resamples: 0 looks once)"
             ),
         )

@@ -41,7 +41,7 @@ from psgrad.config import Config
 from psgrad.config.reading import config_from
 from psgrad.engine.execution.ranks import MergingParts, OneProcess, Processes, RowPart
 from psgrad.engine.influence.ranking import joined_over
-from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
+from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError, one_line
 from psgrad.run import RunFolder
 from psgrad.run.folders import SHARDS, manifest_of, packed
 from psgrad.run.identity import digest
@@ -110,8 +110,8 @@ def manifest_of_parts(output: Path, command: str) -> dict[str, Any]:
     manifest = manifest_of(output) or {}
     if manifest.get("command") != command or NUMBER_OF_PARTS not in (manifest.get("identity") or {}):
         raise ConfigError(
-            f"{output} is not the folder of a run in parts",
-            expected="the output folder of psgrad analyze --part K/N, or of psgrad influence --part K/N",
+            f"{output} is not the folder of a run in parts; expected the output folder of psgrad analyze"
+            " --part K/N, or of psgrad influence --part K/N",
         )
     return manifest
 
@@ -150,9 +150,9 @@ def _existing_folder(output: Path, run: Setup, manifest: RunManifest) -> RunFold
     while (folder := reopen(output, now, run, alone=False, command=command)) is None:
         if time.monotonic() > end:
             raise OutputExistsError(
-                f"the output folder {output} exists, and holds no run",
-                expected="a new or empty folder, or that of other parts of this run",
-                next_step="choose another --output",
+                f"the output folder {output} exists, and holds no run; expected a new or empty folder, or"
+                " that of other parts of this run",
+                hint="choose another --output",
             )
         time.sleep(0.2)
     require_unmerged(folder)
@@ -165,7 +165,7 @@ def require_unmerged(folder: RunFolder) -> None:
     if folder.finished:
         raise OutputExistsError(
             f"the parts in {folder.path} are merged already",
-            next_step="choose another --output for a new run",
+            hint="choose another --output for a new run",
         )
 
 
@@ -190,7 +190,7 @@ def influence_part(
     if config.influence.level == "token":
         raise ConfigError(
             "influence.level: token: the parts of a run store scores of samples",
-            next_step="leave --part out, or set influence.level: sample",
+            hint="leave --part out, or set influence.level: sample",
         )
     now = _identity(setup, count, matrix)
     manifest = replace(manifest_for(setup), identity=now, run=digest(now))
@@ -308,11 +308,15 @@ def _stored(folder: RunFolder, count: int, say: Callable[[str], None]) -> list[_
     missing = [number for number, place in enumerate(places, 1) if not (place / _ABOUT).exists()]
     if missing:
         raise DataError(
-            f"{len(missing):,} of {count:,} parts are missing: {', '.join(map(str, missing[:5]))}"
-            + (f", and {len(missing) - 5} more" if len(missing) > 5 else ""),
-            expected="all parts",
-            cause="a part has not run, or has not come to its end",
-            next_step=f"run it again: psgrad influence CONFIG --part {missing[0]}/{count}",
+            one_line(
+                f"{len(missing):,} of {count:,} parts are missing: {', '.join(map(str, missing[:5]))}"
+                + (f", and {len(missing) - 5} more" if len(missing) > 5 else ""),
+                "expected all parts",
+            ),
+            hint=(
+                "a part has not run, or has not come to its end; run it again: psgrad influence CONFIG"
+                f" --part {missing[0]}/{count}"
+            ),
         )
     found = []
     for place in places:

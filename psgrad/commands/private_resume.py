@@ -24,7 +24,7 @@ def require_known_form(before: LedgerContent) -> None:
     if "run" not in before.header or any("noise_grid" not in line for line in before.steps):
         raise ConfigError(
             f"the run of {before.path} was begun by an older psgrad",
-            next_step="begin a run of its own with another --output; the ledger says what this one spent",
+            hint="begin a run of its own with another --output; the ledger says what this one spent",
         )
 
 
@@ -53,23 +53,19 @@ def require_same_data(folder: PrivateRunFolder, now: Mapping[str, Any]) -> dict[
     then: dict[str, Any] = folder.private_manifest().get("hashes") or {}
     if then.get("run") != now["run"]:
         raise ConfigError(
-            f"the private folder in {folder.path} belongs to another run than the ledger",
-            expected=f"the one of the run {now['run']}",
-            cause="a part of the folder was put back from a copy",
-            next_step="put the whole folder of one run there",
+            f"the private folder in {folder.path} belongs to another run than the ledger; expected the one"
+            f" of the run {now['run']}",
+            hint="a part of the folder was put back from a copy; put the whole folder of one run there",
         )
     if (then.get("data"), then.get("columns")) != (now["data"], now["columns"]):
         raise ConfigError(
-            f"the dataset is not the one that the run in {folder.path} began with",
-            expected=(
-                "the same data: what was spent was spent on them, and on other data other steps are a run of"
-                " their own"
+            f"the dataset is not the one that the run in {folder.path} began with; expected the same data:"
+            " what was spent was spent on them, and on other data other steps are a run of their own",
+            hint=(
+                "the file was changed, or what the dataset's code reads, or a name in data: path,"
+                " inputs, target, id or class_names; put the data back, or begin a run of its own with"
+                " another --output"
             ),
-            cause=(
-                "the file was changed, or what the dataset's code reads, or a name in data: path, inputs,"
-                " target, id or class_names"
-            ),
-            next_step="put the data back, or begin a run of its own with another --output",
         )
     return then
 
@@ -111,17 +107,17 @@ def last_snapshot(folder: PrivateRunFolder, before: LedgerContent) -> Snapshot |
             data = folder.checkpoint.read_bytes()
         except OSError as error:
             raise CheckpointError(
-                f"{folder.checkpoint} can't be read: {error.strerror or error}",
-                expected="the checkpoint that the run wrote",
-                next_step="put the checkpoint back that belongs to this run",
+                f"{folder.checkpoint} can't be read: {error.strerror or error}; expected the checkpoint"
+                " that the run wrote",
+                hint="put the checkpoint back that belongs to this run",
             ) from error
         return Snapshot.from_bytes(data, str(folder.checkpoint))
     if not before.steps:
         return None
     raise CheckpointError(
-        f"{folder.checkpoint} is gone, and {len(before.steps)} steps were taken",
-        expected="the checkpoint that the run wrote before its first step, or a later one",
-        next_step=(
+        f"{folder.checkpoint} is gone, and {len(before.steps)} steps were taken; expected the checkpoint"
+        " that the run wrote before its first step, or a later one",
+        hint=(
             "put the file back, or begin a run of its own with another --output; the ledger says what this"
             " one spent"
         ),

@@ -114,19 +114,15 @@ def require_privacy(config: Config) -> PrivacyConfig:
     """The private section of a config. Raises ConfigError where there is none."""
     if config.privacy is None:
         raise ConfigError(
-            "the config has no section privacy",
-            expected=(
-                "privacy: with steps, delta, expected_batch_size, sampling, clipping, noise and optimizer"
-            ),
-            next_step=(
-                "docs/guides/private-training.md describes the section; configs/digits-dp.yaml is an example"
-            ),
+            "the config has no section privacy; expected privacy: with steps, delta, expected_batch_size,"
+            " sampling, clipping, noise and optimizer",
+            hint="docs/guides/private-training.md describes it; configs/digits-dp.yaml is an example",
         )
     if config.data.group is not None:
         raise ConfigError(
-            "data.group: a private run has its groups in the section privacy",
-            expected="privacy.unit.column, whose rows are clipped together",
-            next_step=(
+            "data.group: a private run has its groups in the section privacy; expected"
+            " privacy.unit.column, whose rows are clipped together",
+            hint=(
                 f"leave data.group out, and set privacy.unit: {{column: {config.data.group}, combine: sum}}"
                 " for sums of gradients, or combine: mean for averages"
             ),
@@ -213,10 +209,10 @@ def _require_public_classes(loaded: Loaded) -> None:
     """Raises ConfigError where labels are numbered by the names that the records have."""
     if loaded.samples.names_found == "sorted":
         raise ConfigError(
-            f"the labels of data.target: {loaded.config.data.target} are names, and their numbers follow from"
-            " all names in the data",
-            expected="data.class_names: a record with another name would give others' labels new numbers",
-            next_step="list all names in data.class_names, in the order of the model's outputs",
+            f"the labels of data.target: {loaded.config.data.target} are names, and their numbers follow"
+            " from all names in the data; expected data.class_names: a record with another name would"
+            " give others' labels new numbers",
+            hint="list all names in data.class_names, in the order of the model's outputs",
         )
 
 
@@ -244,7 +240,7 @@ def refuse(setup: PrivateSetup) -> str:
             require_separate_records(run.objective, *stand_ins(inputs, target))
             words = f"checked on {len(block)} stand-ins of the shapes of rows"
         except NotRun as error:
-            words = f"not checked: {error.arrived}"
+            words = f"not checked: {error.message}"
         setup.unchanged.renew()  # what was set up on stand-ins is public
     return words
 

@@ -82,7 +82,10 @@ def proposed(model: str, data: Path | None, folder: Path) -> tuple[dict[str, Any
     """
     if ":" in model and not Path(model).is_dir():
         if data is None:
-            raise ConfigError("--from names a factory, and no --data was given", next_step="add --data FILE")
+            raise ConfigError(
+                "--from names a factory, and no --data was given",
+                hint="add --data FILE",
+            )
         location, name = model.rsplit(":", 1)
         place = _relative(Path(location), folder) if location.endswith(".py") else location
         section: dict[str, Any] = {"factory": f"{place}:{name}"}
@@ -112,7 +115,8 @@ def _rows_for_factory(data: Path, folder: Path) -> tuple[dict[str, Any], str]:
     numbers = [name for name, kind in columns.items() if kind != "text" and name not in (target, identifier)]
     if not numbers:
         raise DataError(
-            f"{data} has no column of numbers beside {target!r}", next_step="name a file with inputs"
+            f"{data} has no column of numbers beside {target!r}",
+            hint="name a file with inputs",
         )
     one = _named(_INPUTS, numbers) or (numbers[0] if len(numbers) == 1 else None)
     rows: dict[str, Any] = {"path": _relative(data, folder), "inputs": one or numbers, "target": target}
@@ -157,7 +161,7 @@ def _columns_for(task: str, data: Path, names: Sequence[str]) -> dict[str, str |
     raise DataError(
         f"the columns of {data}, {', '.join(names[:12])}, do not say which is"
         f" {' and which '.join(missing)}, for {task}",
-        next_step="write the config without --data, and name the columns in it",
+        hint="write the config without --data, and name the columns in it",
     )
 
 
@@ -166,7 +170,7 @@ def _pretrained_model(path: Path, folder: Path) -> dict[str, Any]:
     if path.suffix == ".py" and path.is_file():
         raise ConfigError(
             f"{path} is a file of Python, and --from does not say what builds the model",
-            next_step=f"--from {path}:NAME, of a function that returns the model",
+            hint=f"--from {path}:NAME, of a function that returns the model",
         )
     if (path / "adapter_config.json").is_file():
         about = _json(path / "adapter_config.json")
@@ -174,7 +178,7 @@ def _pretrained_model(path: Path, folder: Path) -> dict[str, Any]:
         if not base or kind not in _OF_ADAPTERS:
             raise ModelError(
                 f"{path / 'adapter_config.json'} names the base model {base!r} and the task {kind}",
-                next_step="write both into it: base_model_name_or_path, and a task_type such as CAUSAL_LM",
+                hint="write both into it: base_model_name_or_path, and a task_type such as CAUSAL_LM",
             )
         name = _relative(Path(base), folder) if Path(base).is_dir() else base
         return {"pretrained": name, "task": _OF_ADAPTERS[kind], "adapter": _relative(path, folder)}
@@ -184,7 +188,7 @@ def _pretrained_model(path: Path, folder: Path) -> dict[str, Any]:
     if task is None:
         raise ModelError(
             f"{path / 'config.json'} names the architecture {', '.join(names) or 'none'}, which has no head",
-            next_step=f"save a model whose class ends in {', '.join(_HEADS)}",
+            hint=f"save a model whose class ends in {', '.join(_HEADS)}",
         )
     labels = about.get("id2label") or {}
     one_number = about.get("problem_type") == "regression" or len(labels) == 1
@@ -196,7 +200,10 @@ def _pretrained_model(path: Path, folder: Path) -> dict[str, Any]:
 def _columns_of(path: Path) -> dict[str, str]:
     """name -> integer, fraction or text, of the columns of a file. Raises DataError."""
     if not path.exists():
-        raise DataError(f"there is no dataset {path}", next_step="check the path")
+        raise DataError(
+            f"there is no dataset {path}",
+            hint="check the path",
+        )
     kind = data_format(path)
     tabs = pa.dataset.CsvFileFormat(pa.csv.ParseOptions(delimiter="\t"))
     formats = {"csv": "csv", "tsv": tabs, "jsonl": "json", "parquet": "parquet", "arrow": "arrow"}
@@ -208,7 +215,7 @@ def _columns_of(path: Path) -> dict[str, str]:
     except KeyError:
         raise DataError(
             f"the columns of {path} can't be read by init",
-            next_step=f"name a file of {', '.join([*formats, 'npz'])}, or write the config without --data",
+            hint=f"name a file of {', '.join([*formats, 'npz'])}, or write the config without --data",
         ) from None
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} can't be read: {error}") from error
@@ -241,7 +248,7 @@ def _json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ModelError(
             f"there is no {path}",
-            next_step="--from takes a folder of save_pretrained or of PEFT, or FILE.py:NAME",
+            hint="--from takes a folder of save_pretrained or of PEFT, or FILE.py:NAME",
         ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} can't be read: {error}") from error

@@ -70,9 +70,9 @@ class Residence:
         if name is not None and sizes[name] > self.supply.budget:
             raise ConfigError(
                 f"the weight {name} takes {amount(sizes[name])}, and {self.where} weights have"
-                f" {amount(self.supply.budget)}, half of engine.memory",
-                expected="room for the largest weight, as an operator needs the whole of it",
-                next_step=f"set engine.memory to {amount(2 * sizes[name])} or more",
+                f" {amount(self.supply.budget)}, half of engine.memory; expected room for the largest"
+                " weight, as an operator needs the whole of it",
+                hint=f"set engine.memory to {amount(2 * sizes[name])} or more",
             )
 
 

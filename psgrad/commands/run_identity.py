@@ -79,16 +79,16 @@ def reopen(
     then = manifest.get("identity")
     if manifest["command"] != command or not isinstance(then, dict):
         raise ConfigError(
-            f"the run in {path} can't be gone on with: it is one of psgrad {manifest['command']}",
-            expected=f"the folder of an interrupted psgrad {command}",
-            next_step="choose another --output",
+            f"the run in {path} can't be gone on with: it is one of psgrad {manifest['command']}; expected"
+            f" the folder of an interrupted psgrad {command}",
+            hint="choose another --output",
         )
     require_same(
         then,
         now,
         f"the run in {path} was begun with something else, and rows of two runs can't be mixed"
         f"{_parts_that_differ(path, then, now, run)}",
-        next_step="put back what changed; or begin anew with --overwrite, or another --output",
+        hint="put back what changed; or begin anew with --overwrite, or another --output",
     )
     return RunFolder.reopen(path) if alone else RunFolder(path)
 
@@ -126,7 +126,7 @@ def require_judged_alike(path: Path, manifest: RunManifest, config: Config) -> N
         then,
         now,
         f"the run in {path} is finished, and its samples were judged by other rules",
-        next_step="run it anew with --overwrite, or another --output; or put back what changed",
+        hint="run it anew with --overwrite, or another --output; or put back what changed",
     )
 
 
@@ -148,10 +148,11 @@ def require_same_on_ranks(what: str, found: Mapping[str, Any], processes: Proces
     ]
     more = f"\n  and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
     raise DistributedError(
-        f"rank {processes.rank} on {socket.gethostname()} has loaded something else than rank 0:"
-        f"{''.join(lines)}{more}",
-        expected="the same config, files, code and versions in all processes",
-        cause="machines with copies of their own, a file that was changed in between, or a model or dataset"
-        " that draws at random when it is made",
-        next_step="give all processes the same files, or save a checkpoint of the model, and run again",
+        f"rank {processes.rank} on {socket.gethostname()} has loaded something else than rank"
+        f" 0:{''.join(lines)}{more}; expected the same config, files, code and versions in all processes",
+        hint=(
+            "machines with copies of their own, a file that was changed in between, or a model or"
+            " dataset that draws at random when it is made; give all processes the same files, or save"
+            " a checkpoint of the model, and run again"
+        ),
     )

@@ -26,7 +26,7 @@ from psgrad.data.sources.selection import (
     whole_rows,
 )
 from psgrad.data.sources.source import data_files
-from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
+from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError, one_line
 from psgrad.run.durable_files import write_atomically
 from psgrad.run.finished import finished_manifest, require_there
 from psgrad.run.results.analyze import rows_where
@@ -79,7 +79,7 @@ def select(
         _require_name(path)
         _require_free(path, files, overwrite)
     if rejected is not None and rejected.resolve() == output.resolve():
-        raise ConfigError(f"--rejected and --output both name {output}", expected="two files")
+        raise ConfigError(f"--rejected and --output both name {output}; expected two files")
     frame = _samples(run)
     reasons = _reasons(frame, choice)
     chosen = reasons.isna().to_numpy()
@@ -99,9 +99,9 @@ def select(
 def _reasons(frame: pd.DataFrame, choice: Choice) -> pd.Series[Any]:
     """[n]: why a row is not chosen; nothing for one that is. Raises ConfigError."""
     if choice.where is None and choice.by is None:
-        raise ConfigError("nothing says which rows", expected="--where, or --by with --top, or both")
+        raise ConfigError("nothing says which rows; expected --where, or --by with --top, or both")
     if (choice.by is None) != (choice.top is None):
-        raise ConfigError("--by and --top belong together", expected="such as --by grad_norm --top 5%")
+        raise ConfigError("--by and --top belong together; expected such as --by grad_norm --top 5%")
     reasons = pd.Series(None, index=frame.index, dtype=object)
     if choice.where is not None:
         reasons[~rows_where(frame, choice.where, "--where")] = f"not {choice.where}"
@@ -127,7 +127,7 @@ def _column(frame: pd.DataFrame, name: str) -> pd.Series[Any]:
     numbers = [str(each) for each in frame if pd.api.types.is_numeric_dtype(frame[each])]
     if known not in numbers:
         raise ConfigError(
-            f"--by: there is no column of numbers {name!r}", expected=f"one of {', '.join(numbers)}"
+            f"--by: there is no column of numbers {name!r}; expected one of {', '.join(numbers)}"
         )
     return frame[known].astype(float)
 
@@ -143,7 +143,7 @@ def _amount(top: str, rows: int) -> int:
     except ValueError:
         pass
     raise ConfigError(
-        f"--top {top} is no amount", expected="a number of rows such as 20, or a share such as 5%"
+        f"--top {top} is no amount; expected a number of rows such as 20, or a share such as 5%"
     )
 
 
@@ -153,7 +153,10 @@ def _samples(run: Path) -> pd.DataFrame:
     try:
         table = pq.read_table(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} can't be read: {error}", next_step="run it again") from error
+        raise DataError(
+            f"{path} can't be read: {error}",
+            hint="run it again",
+        ) from error
     require_there(table.column_names, ["index"], path)
     frame: pd.DataFrame = table.to_pandas()
     return frame.assign(label=frame["target"]) if "target" in frame and "label" not in frame else frame
@@ -181,16 +184,17 @@ def _unchanged(run: Path, manifest: RunManifest, data: DataConfig, base: Path) -
         relative = not base.is_absolute()
         raise DataError(
             f"the dataset's file {missing[0]} is not there",
-            cause="the run's config was named by a relative path" if relative else None,
-            next_step="call psgrad select in the folder where the run was made" if relative else None,
+            hint=one_line(
+                "the run's config was named by a relative path" if relative else None,
+                "call psgrad select in the folder where the run was made" if relative else None,
+            ),
         )
     now = hashes_of_files(data, base)  # None where code makes the rows: nothing is read again
     if now is not None and now != manifest.data.files:
         raise DataError(
-            f"the files of the dataset, {', '.join(map(str, files[:3])) or data.source}, are not those of the"
-            f" run in {run}",
-            expected="the files as they were: rows are matched by their place",
-            next_step="run it again on the files as they are now",
+            f"the files of the dataset, {', '.join(map(str, files[:3])) or data.source}, are not those of"
+            f" the run in {run}; expected the files as they were: rows are matched by their place",
+            hint="run it again on the files as they are now",
         )
     return files
 
@@ -200,7 +204,7 @@ def _require_name(output: Path) -> None:
     if output.suffix.lower() not in (*ROW_SUFFIXES, ".txt"):
         ending = f"ends in {output.suffix}" if output.suffix else "has no suffix"
         raise ConfigError(
-            f"{output} {ending}", expected=f"a name that ends in one of {', '.join(ROW_SUFFIXES)}, .txt"
+            f"{output} {ending}; expected a name that ends in one of {', '.join(ROW_SUFFIXES)}, .txt"
         )
 
 
@@ -209,10 +213,14 @@ def _require_free(output: Path, files: Sequence[Path], overwrite: bool) -> None:
     dataset.
     """
     if overwrite and any(output.resolve() == file.resolve() for file in files):
-        raise ConfigError(f"{output} is a file of the dataset itself", next_step="name another file")
+        raise ConfigError(
+            f"{output} is a file of the dataset itself",
+            hint="name another file",
+        )
     if output.exists() and not overwrite:
         raise OutputExistsError(
-            f"{output} exists", next_step="name another file, or replace it with --overwrite"
+            f"{output} exists",
+            hint="name another file, or replace it with --overwrite",
         )
 
 
@@ -229,7 +237,7 @@ def _copied(data: DataConfig, base: Path, chosen: pd.DataFrame, count: int) -> R
     if asked.seen != count:
         raise DataError(
             f"{data.source} has {asked.seen:,} rows, and the run's dataset had {count:,}",
-            next_step="run it again on the files as they are now",
+            hint="run it again on the files as they are now",
         )
     return rows
 
@@ -270,8 +278,7 @@ def _lines(rows: Rows) -> bytes:
     broken = [line for line in lines if "\n" in line or "\r" in line]
     if broken:
         raise DataError(
-            f"the id {broken[0]!r} has a line break",
-            expected="ids of one line each in a .txt file",
-            next_step="write a .csv or .jsonl file",
+            f"the id {broken[0]!r} has a line break; expected ids of one line each in a .txt file",
+            hint="write a .csv or .jsonl file",
         )
     return "".join(f"{line}\n" for line in lines).encode()

@@ -30,7 +30,7 @@ from psgrad.engine.execution.self_check import SelfCheck, self_check
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.builtin.outputs import summary_for
 from psgrad.engine.measures.measure import CheckpointModel
-from psgrad.errors import CheckpointError, ConfigError
+from psgrad.errors import CheckpointError, ConfigError, one_line
 from psgrad.models.checkpoint_files import require_checkpoint
 from psgrad.models.factory import checkpoint_hash
 from psgrad.models.model_identity import identify
@@ -184,9 +184,9 @@ def require_precision_of_all(config: Config, command: str) -> None:
     """
     if config.engine.dtype == "float16":
         raise ConfigError(
-            f"engine.dtype: float16, and {command} has no losses that are scaled sample by sample",
-            expected="float32, float64 or bfloat16; float16 is for analyze",
-            next_step="set engine.dtype: bfloat16, which has the range of float32",
+            f"engine.dtype: float16, and {command} has no losses that are scaled sample by sample;"
+            " expected float32, float64 or bfloat16; float16 is for analyze",
+            hint="set engine.dtype: bfloat16, which has the range of float32",
         )
 
 
@@ -233,10 +233,11 @@ def same_weights(first: object, second: object, key: str) -> ConfigError:
     torch.save writes a file's name into it.
     """
     return ConfigError(
-        f"the checkpoints {first} and {second} hold the same weights",
-        expected="each checkpoint once",
-        cause="one file under two names, or a training run that did not train in between",
-        next_step=f"leave one of them out of {key}; it would count double",
+        f"the checkpoints {first} and {second} hold the same weights; expected each checkpoint once",
+        hint=(
+            "one file under two names, or a training run that did not train in between; leave one of"
+            f" them out of {key}; it would count double"
+        ),
     )
 
 
@@ -258,9 +259,11 @@ def at_weights(objective: Objective, model: nn.Module, path: object) -> Objectiv
     odd = sorted({name for name, _ in ours.items() ^ theirs.items()})
     if odd:
         raise CheckpointError(
-            f"the model of the checkpoint {path} has other parameters than the config's model: {odd[0]}"
-            + (f" and {len(odd) - 1} more" if len(odd) > 1 else ""),
-            expected="checkpoints of one training run",
-            cause="a folder of another model, or an adapter where the config has none",
+            one_line(
+                f"the model of the checkpoint {path} has other parameters than the config's model: {odd[0]}"
+                + (f" and {len(odd) - 1} more" if len(odd) > 1 else ""),
+                "expected checkpoints of one training run",
+            ),
+            hint="a folder of another model, or an adapter where the config has none",
         )
     return found

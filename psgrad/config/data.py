@@ -196,8 +196,8 @@ class DataConfig(ConfigSection):
         if isinstance(self.target, list):
             if len(self.target) > 1:
                 raise ConfigError(
-                    f"data.target names {len(self.target)} columns, {', '.join(self.target)}",
-                    expected="one column for a task of a pretrained model",
+                    f"data.target names {len(self.target)} columns, {', '.join(self.target)}; expected one"
+                    " column for a task of a pretrained model",
                 )
             return self.target[0]
         return self.target

@@ -131,24 +131,24 @@ def _read_document(path: Path) -> _Document:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             raise ConfigError(
-                f"the config file {path} has more than {_MAX_BYTES:,} bytes",
-                expected="a YAML file that a person wrote",
-                cause="the path of a dataset or a checkpoint in the config's place",
+                f"the config file {path} has more than {_MAX_BYTES:,} bytes; expected a YAML file that a"
+                " person wrote",
+                hint="the path of a dataset or a checkpoint in the config's place",
             )
         text = content.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(
             f"there is no config file {path}",
-            next_step=f"check the path; it is relative to {Path.cwd()}",
+            hint=f"check the path; it is relative to {Path.cwd()}",
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the config file {path} can't be read: {error}", expected="a YAML file in UTF-8"
+            f"the config file {path} can't be read: {error}; expected a YAML file in UTF-8"
         ) from error
     value = parse(text, str(path))
     if not isinstance(value.content, dict):
         got = "is empty" if value.content is None else f"holds {described(value.content)}"
-        raise ConfigError(f"the config {path} {got}", expected=f"the keys {', '.join(Config.model_fields)}")
+        raise ConfigError(f"the config {path} {got}; expected the keys {', '.join(Config.model_fields)}")
     return _Document(str(path), value.content, value.places)
 
 
@@ -173,7 +173,7 @@ class _Document:
         try:
             value = parse(value_text, "value").content
         except ConfigError as error:
-            yield f"{place}: {error.arrived}"
+            yield f"{place}: {error.message}"
             return
         group = self.content
         for depth, key in enumerate(keys[:-1], start=1):

@@ -45,9 +45,9 @@ def require_regular(path: Path, what: str) -> None:
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ConfigError(
-            f"the {what} {path} is no regular file, but a pipe, a socket or a device",
-            expected="a file, which can be read again",
-            next_step="write its content into a file, and name that",
+            f"the {what} {path} is no regular file, but a pipe, a socket or a device; expected a file,"
+            " which can be read again",
+            hint="write its content into a file, and name that",
         )
 
 

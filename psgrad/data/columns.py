@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from psgrad.config import DataConfig, did_you_mean
-from psgrad.errors import ConfigError, DataError
+from psgrad.errors import ConfigError, DataError, one_line
 from psgrad.wording import first_of
 
 
@@ -75,16 +75,15 @@ class ColumnRoles:
 def not_numbers(name: str, kind: object, example: str | None = None) -> DataError:
     """The error for a column of text, dates, objects or anything else that is no number."""
     return DataError(
-        f"{name!r} is of type {kind}" + (f"; {example}" if example else ""),
-        expected="numbers",
-        next_step="encode classes as 0, 1, 2, ... and texts as token numbers before they are saved",
+        one_line(f"{name!r} is of type {kind}" + (f"; {example}" if example else ""), "expected numbers"),
+        hint="encode classes as 0, 1, 2, ... and texts as token numbers before they are saved",
     )
 
 
 def require_rows(count: int, source: str) -> None:
     """Raises DataError for an empty dataset."""
     if count == 0:
-        raise DataError(f"{source} has no rows", expected="at least one sample")
+        raise DataError(f"{source} has no rows; expected at least one sample")
 
 
 def require_columns(wanted: Iterable[str], known: Sequence[str], source: object) -> None:
@@ -94,13 +93,17 @@ def require_columns(wanted: Iterable[str], known: Sequence[str], source: object)
             mark = next((each for each in ";\t|" if len(known) == 1 and each in known[0]), None)
             meant = did_you_mean(name, known) if mark is None else ""
             raise ConfigError(
-                f"{source} has no column {name!r}{meant}",
-                expected=f"one of its columns: {first_of(known, 20)}" if known else None,
-                cause=None if mark is None else f"a file whose columns are separated by {mark!r}",
-                next_step=None if mark is None else "separate them by commas (.csv) or by tabs (.tsv)",
+                one_line(
+                    f"{source} has no column {name!r}{meant}",
+                    f"expected one of its columns: {first_of(known, 20)}" if known else None,
+                ),
+                hint=one_line(
+                    None if mark is None else f"a file whose columns are separated by {mark!r}",
+                    None if mark is None else "separate them by commas (.csv) or by tabs (.tsv)",
+                ),
             )
         if known.count(name) > 1:
             raise DataError(
-                f"{source} has {known.count(name)} columns named {name!r}",
-                expected="a name of its own for every column",
+                f"{source} has {known.count(name)} columns named {name!r}; expected a name of its own for"
+                " every column",
             )

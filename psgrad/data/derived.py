@@ -103,8 +103,8 @@ class SamplesWithColumns(SamplesOf):
         self._columns, self.loss_columns, self._names = columns, len(names), list(names)
         if columns.ragged is not None:
             raise DataError(
-                f"loss.columns: {', '.join(names)} hold lists of unequal length",
-                expected="columns whose rows are alike",
+                f"loss.columns: {', '.join(names)} hold lists of unequal length; expected columns whose"
+                " rows are alike",
             )
         self.ragged = None if samples.ragged is None else samples.ragged.around(before=len(names))
 
@@ -251,9 +251,8 @@ class GroupedSamples(SamplesOf):
             several = ", ".join(map(str, np.unique(values[self.rows_of(group)])[:3]))
             raise DataError(
                 f"the rows of the group {self.ids[group]!s} have several values in the column that samples"
-                f" are compared by: {several}",
-                expected="one value for all rows of a group",
-                next_step="name a column in which the rows of each group agree",
+                f" are compared by: {several}; expected one value for all rows of a group",
+                hint="name a column in which the rows of each group agree",
             )
         return values[self._firsts]
 
@@ -264,9 +263,9 @@ class GroupedSamples(SamplesOf):
             own = lengths[odd[0]][:, 0]
             raise DataError(
                 f"the group {self.ids[groups[odd[0]]]!s} has rows of {int(own.min())} to {int(own.max())}"
-                " positions, and the model does not ignore padding",
-                expected="rows of one length in each group, or a model that takes a mask of the positions",
-                next_step="leave data.group out, or give the model a mask as an input",
+                " positions, and the model does not ignore padding; expected rows of one length in each"
+                " group, or a model that takes a mask of the positions",
+                hint="leave data.group out, or give the model a mask as an input",
             )
 
 

@@ -59,8 +59,8 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Tabl
     there = {parts[0] for parts in images}
     if empty := [name for name in classes if name not in there] or ([] if images else [""]):
         raise DataError(
-            f"the folder {folder / empty[0]} has no images",
-            expected=f"files that end in one of {', '.join(SUFFIXES)}, in a folder for each class",
+            f"the folder {folder / empty[0]} has no images; expected files that end in one of"
+            f" {', '.join(SUFFIXES)}, in a folder for each class",
         )
     paths = ["/".join(parts) for parts in images]
     columns = {config.image: paths, FILE_NAME: paths}
@@ -87,7 +87,7 @@ def required_folder(folder: Path) -> Path:
     if not folder.is_dir():
         raise ConfigError(
             f"data.images: there is no folder {folder}",
-            next_step="check the path; it is relative to the config file's folder",
+            hint="check the path; it is relative to the config file's folder",
         )
     return folder
 
@@ -166,9 +166,9 @@ def _require_inside(metadata: Path, names: Sequence[Any]) -> None:
         inside = parents[place.parent] and ".." not in place.parts and not place.is_absolute()
         if not inside or (path.is_symlink() and not leads_inside(path)):
             raise DataError(
-                f"row {row} of {metadata} names {name!r}, which leads out of the folder {metadata.parent}",
-                expected="the path of an image in this folder, without .. and links to elsewhere",
-                next_step="put the image into the folder; or read the table itself: data.path and data.image",
+                f"row {row} of {metadata} names {name!r}, which leads out of the folder {metadata.parent};"
+                " expected the path of an image in this folder, without .. and links to elsewhere",
+                hint="put the image into the folder; or read the table itself: data.path and data.image",
             )
 
 
@@ -197,18 +197,18 @@ def content_of(value: Any, folder: Path, where: str) -> tuple[bytes, str]:
     if isinstance(value, bytes):
         return value, f"the image in {where}"
     if not isinstance(value, str) or not value:
-        raise BrokenImage(f"{where} has no image", expected="the path of an image, or its bytes")
+        raise BrokenImage(f"{where} has no image; expected the path of an image, or its bytes")
     path = folder / value
     try:
         require_regular(path, "image")
     except ConfigError as error:  # one row's, which may be left out
-        raise BrokenImage(f"{where}: {error.arrived}") from error
+        raise BrokenImage(f"{where}: {error.message}") from error
     try:
         return path.read_bytes(), f"the image {path} in {where}"
     except OSError as error:
         raise BrokenImage(
             f"the image {path} in {where} can't be read: {error.strerror}",
-            next_step=f"check the path; it is relative to {folder}",
+            hint=f"check the path; it is relative to {folder}",
         ) from error
 
 
@@ -236,9 +236,7 @@ def decoded(content: bytes, named: str, channels: int) -> Image:
     except Exception as error:
         raise _broken(named, error) from error
     if image.mode == "F":
-        raise DataError(
-            f"{named} has the mode F, fractions without a range", expected="8 or 16 bits a channel"
-        )
+        raise DataError(f"{named} has the mode F, fractions without a range; expected 8 or 16 bits a channel")
     if image.mode in _SIXTEEN_BITS:
         image = _of_eight_bits(image, named)
     elif image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
@@ -267,7 +265,7 @@ def _of_eight_bits(image: Image, named: str) -> Image:
     values = np.asarray(image).astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
         raise DataError(
-            f"{named} has values from {values.min()} to {values.max()}", expected="8 or 16 bits a channel"
+            f"{named} has values from {values.min()} to {values.max()}; expected 8 or 16 bits a channel"
         )
     made: Image = pillow.fromarray(np.round(values / 257).astype(np.uint8))
     return made
@@ -286,5 +284,6 @@ def _broken(named: str, error: Exception) -> BrokenImage:
     if "cannot identify" in reason:
         reason = "it is no image that Pillow knows"
     return BrokenImage(
-        f"{named} can't be read: {reason}", cause="an interrupted copy or download, or a file of another kind"
+        f"{named} can't be read: {reason}",
+        hint="an interrupted copy or download, or a file of another kind",
     )

@@ -107,9 +107,9 @@ class Steps(Preparation):
         (height, width), (whole_width, whole_height) = self.crop, image.size
         if height > whole_height or width > whole_width:
             raise DataError(
-                f"{named} has {whole_height} x {whole_width} pixels, and data.crop wants {height} x {width}",
-                expected="an image that is at least as large as the crop",
-                next_step="set data.size, to which images are resized before they are cropped",
+                f"{named} has {whole_height} x {whole_width} pixels, and data.crop wants {height} x"
+                f" {width}; expected an image that is at least as large as the crop",
+                hint="set data.size, to which images are resized before they are cropped",
             )
         left, top = (whole_width - width) // 2, (whole_height - height) // 2
         return image.crop((left, top, left + width, top + height))
@@ -158,15 +158,15 @@ def _steps(config: DataConfig) -> Steps:
     def pair(value: int | list[int] | None, key: str) -> tuple[int, int] | None:
         sides = [value, value] if isinstance(value, int) else value
         if sides is not None and len(sides) != 2:
-            raise ConfigError(f"data.{key} has {len(sides)} numbers", expected="a side, or [height, width]")
+            raise ConfigError(f"data.{key} has {len(sides)} numbers; expected a side, or [height, width]")
         return None if sides is None else (sides[0], sides[1])
 
     for name in ("mean", "std"):
         numbers = getattr(config, name)
         if numbers is not None and len(numbers) not in (1, 3):
-            raise ConfigError(f"data.{name} has {len(numbers)} numbers", expected="1 for grey images, or 3")
+            raise ConfigError(f"data.{name} has {len(numbers)} numbers; expected 1 for grey images, or 3")
     if config.mean is not None and config.std is not None and len(config.mean) != len(config.std):
-        raise ConfigError("data.mean and data.std differ in length", expected="a number for each channel")
+        raise ConfigError("data.mean and data.std differ in length; expected a number for each channel")
     return Steps(
         config.size if isinstance(config.size, int) else pair(config.size, "size"),
         pair(config.crop, "crop"),
@@ -200,9 +200,9 @@ def _processor(pretrained: Pretrained) -> Any:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{pretrained.folder} has no image processor: {first_line(error)}",
-            expected="preprocessor_config.json in the model's folder",
-            next_step="save it there with the image processor's save_pretrained",
+            f"{pretrained.folder} has no image processor: {first_line(error)}; expected"
+            " preprocessor_config.json in the model's folder",
+            hint="save it there with the image processor's save_pretrained",
         ) from error
 
 
@@ -263,14 +263,15 @@ class ImageSamples(TableSamples):
         try:
             content, named = self._content(table, place, where)
         except BrokenImage as error:
-            content, named, broken = str(error).encode(), error.arrived, error
+            content, named, broken = str(error).encode(), error.message, error
             differs = "now; it was not so when the run began"
         if _digest(content) != self._digests[row * DIGEST : (row + 1) * DIGEST]:
             raise DataError(
-                f"{named} {differs}",
-                expected="the same images in all passes, and on all machines",
-                cause="a file that was written or removed meanwhile, or a machine with a copy of its own",
-                next_step="put the file back and go on with --resume, or begin anew with --overwrite",
+                f"{named} {differs}; expected the same images in all passes, and on all machines",
+                hint=(
+                    "a file that was written or removed meanwhile, or a machine with a copy of its own;"
+                    " put the file back and go on with --resume, or begin anew with --overwrite"
+                ),
             )
         if broken is not None:
             raise broken
@@ -279,9 +280,9 @@ class ImageSamples(TableSamples):
         self._shape = shape if self._shape is None else self._shape
         if shape != self._shape:
             raise DataError(
-                f"{named} has the shape {list(shape)} once it is prepared, the first one {list(self._shape)}",
-                expected="images of one size",
-                next_step="set data.size to [height, width], or data.size and data.crop",
+                f"{named} has the shape {list(shape)} once it is prepared, the first one"
+                f" {list(self._shape)}; expected images of one size",
+                hint="set data.size to [height, width], or data.size and data.crop",
             )
         return found
 

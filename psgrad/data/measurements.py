@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from psgrad.config import MEASUREMENTS, MeasurementConfig
 from psgrad.data.loss import Criterion
 from psgrad.engine.execution.objective import require_number
-from psgrad.errors import ConfigError, LossError
+from psgrad.errors import ConfigError, LossError, one_line
 from psgrad.user_code import module_of, resolve
 
 
@@ -62,9 +62,11 @@ def resolve_measurement(config: MeasurementConfig, loss: Criterion, base: Path) 
     known = functions.get((config.name, loss.kind))
     if known is None or loss.name == "nll":  # whose outputs are log-probabilities, not logits
         raise ConfigError(
-            f"influence.measurement: the loss {loss.name} has no {config.name}",
-            expected="a loss of one class a sample: cross_entropy" + _OTHERS.get(config.name, ""),
-            next_step="measure the loss, or name a callable of (output, target) of your own",
+            one_line(
+                f"influence.measurement: the loss {loss.name} has no {config.name}",
+                "expected " + ("a loss of one class a sample: cross_entropy" + _OTHERS.get(config.name, "")),
+            ),
+            hint="measure the loss, or name a callable of (output, target) of your own",
         )
     criterion = Criterion(config.name, partial(_minus, known), loss.kind, loss.ignore_index)
     return Measurement(config.name, criterion, -1, _FALLS[config.name])
@@ -86,7 +88,7 @@ def _times(sign: int, name: str, function: Number, output: Any, target: Any) -> 
         f"the measurement {name}",
         "query",
         expected="one number: a tensor of shape ()",
-        next_step="it sees the output and the target of one query, without a batch axis",
+        hint="it sees the output and the target of one query, without a batch axis",
     )
     return sign * value
 
@@ -119,9 +121,9 @@ def _log_probability(ignored: int, axes: int, output: torch.Tensor, target: torc
     if output.dim() != axes or target.is_floating_point():
         raise LossError(
             f"the output of one query has shape {tuple(output.shape)}, its target {tuple(target.shape)} of"
-            f" {target.dtype}",
-            expected="logits [positions, classes] and labels [positions], or logits [c] and one label",
-            next_step="measure the loss, or name a callable of (output, target) of your own",
+            f" {target.dtype}; expected logits [positions, classes] and labels [positions], or logits [c]"
+            " and one label",
+            hint="measure the loss, or name a callable of (output, target) of your own",
         )
     logits = output.reshape(-1, output.shape[-1]).double()
     lost = F.cross_entropy(logits, target.reshape(-1), ignore_index=ignored, reduction="sum")
@@ -132,8 +134,7 @@ def _is_target(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     if output.dim() != 1 or target.is_floating_point():
         raise LossError(
             f"the output of one query has shape {tuple(output.shape)}, its target {tuple(target.shape)} of"
-            f" {target.dtype}",
-            expected="logits [c] and one label: margin and logit are those of one class",
-            next_step="measure the loss, or name a callable of (output, target) of your own",
+            f" {target.dtype}; expected logits [c] and one label: margin and logit are those of one class",
+            hint="measure the loss, or name a callable of (output, target) of your own",
         )
     return torch.arange(output.shape[0], device=output.device) == target

@@ -99,7 +99,7 @@ def vocabulary_of(samples: Samples, measures: Iterable[MeasureResult]) -> dict[i
         return {}
     if len(pieces) != len(ids):
         raise DataError(
-            f"tokens(ids) of the dataset returned {len(pieces)} texts for {len(ids)} ids",
-            expected="a text for each id, in their order",
+            f"tokens(ids) of the dataset returned {len(pieces)} texts for {len(ids)} ids; expected a text"
+            " for each id, in their order",
         )
     return dict(zip(ids, pieces, strict=True))

@@ -107,7 +107,7 @@ class CheckedReader:
         try:
             return self.samples.read(row, row + 1)
         except UnreadableRow as error:
-            self.unreadable[row] = error.arrived
+            self.unreadable[row] = error.message
         like = self.samples.read(0, 1)
         inputs = tuple(torch.full_like(x, torch.nan) if x.is_floating_point() else x for x in like.inputs)
         target = like.target if self.targets is None else torch.as_tensor(self.targets[row : row + 1])

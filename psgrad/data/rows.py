@@ -172,9 +172,7 @@ def stacked(tensors: Sequence[Tensor], names: Sequence[str], key: str) -> Tensor
     """
     if len({x.shape for x in tensors}) > 1:
         shapes = ", ".join(str(list(x.shape[1:])) for x in tensors)
-        raise DataError(
-            f"{key}: {', '.join(names)} have the shapes {shapes}", expected="columns of one shape"
-        )
+        raise DataError(f"{key}: {', '.join(names)} have the shapes {shapes}; expected columns of one shape")
     kind = reduce(torch.promote_types, (x.dtype for x in tensors))
     return torch.stack([x.to(kind) for x in tensors], dim=-1)
 
@@ -182,14 +180,14 @@ def stacked(tensors: Sequence[Tensor], names: Sequence[str], key: str) -> Tensor
 def checked_weights(weights: Tensor, name: str, row_name: Callable[[int], str]) -> Tensor:
     """Weights [n] of rows, as float32. Raises DataError, with the row in the words of `row_name`."""
     if weights.dim() != 1:
-        raise DataError(f"the weights {name!r} hold lists", expected="one number a row")
+        raise DataError(f"the weights {name!r} hold lists; expected one number a row")
     stored = weights.float()
     wrong = ~(stored.isfinite() & (stored >= 0))
     if wrong.any():
         place = int(wrong.nonzero()[0])
         raise DataError(
-            f"the weight {name!r} is {weights[place].item():g} in {row_name(place)}",
-            expected="a finite number from 0, at most 3.4e+38",
+            f"the weight {name!r} is {weights[place].item():g} in {row_name(place)}; expected a finite"
+            " number from 0, at most 3.4e+38",
         )
     return stored
 
@@ -210,8 +208,8 @@ def unique_ids(ids: Sequence[Any] | Array, name: str) -> Array:
         more = f"; and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
         ids, occur = ("one id", "occurs") if len(twice) == 1 else (f"{len(twice)} ids", "occur")
         raise DataError(
-            f"{ids} in {name!r} {occur} more than once: {shown}{more}",
-            expected="an id of its own for every row",
+            f"{ids} in {name!r} {occur} more than once: {shown}{more}; expected an id of its own for every"
+            " row",
         )
     return found
 
@@ -222,10 +220,7 @@ def _ids(series: pd.Series[Any], name: str) -> Array:
     blank = [isinstance(value, str) and not value.replace("\0", "").strip() for value in values]
     missing = np.flatnonzero(series.isna().to_numpy() | np.array(blank, dtype=bool))
     if len(missing):
-        raise DataError(
-            f"the id in row {missing[0]} of {name!r} is missing",
-            expected="one id per row",
-        )
+        raise DataError(f"the id in row {missing[0]} of {name!r} is missing; expected one id per row")
     if values.dtype.kind in "iu":
         return values.astype(np.int64)
     if all(isinstance(value, str) for value in values):
@@ -233,12 +228,11 @@ def _ids(series: pd.Series[Any], name: str) -> Array:
         cut = np.flatnonzero(found != values)
         if len(cut):  # NumPy drops NUL characters at the end, and two ids might become one
             raise DataError(
-                f"the id in row {cut[0]} of {name!r} ends with a NUL character",
-                expected="text without it",
+                f"the id in row {cut[0]} of {name!r} ends with a NUL character; expected text without it"
             )
         return found
     kind = "lists" if isinstance(values[0], list | np.ndarray) else f"of type {type(values[0]).__name__}"
-    raise DataError(f"the ids in {name!r} are {kind}", expected="texts or whole numbers, one per row")
+    raise DataError(f"the ids in {name!r} are {kind}; expected texts or whole numbers, one per row")
 
 
 def ids_and_units(

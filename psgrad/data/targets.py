@@ -75,8 +75,8 @@ class Labels:
             if (beyond := np.abs(values) >= 2**63).any():
                 row = int(beyond.argmax())
                 raise DataError(
-                    f"the label {column!r} is {values[row]:g} in {row_name(row)}",
-                    expected="whole numbers from 0, one for each class",
+                    f"the label {column!r} is {values[row]:g} in {row_name(row)}; expected whole numbers"
+                    " from 0, one for each class",
                 )
             return Encoded(values.astype(np.int64), note=f"{column}: fractions that are whole are labels")
         return Encoded(values)
@@ -87,17 +87,16 @@ class Labels:
             row = texts.index(False)
             value = values[row]
             raise DataError(
-                f"the label {column!r} is {'missing' if value is None or value != value else repr(value)} in"
-                f" {row_name(row)}",
-                expected="the name of a class in each row",
+                f"the label {column!r} is {'missing' if value is None or value != value else repr(value)}"
+                f" in {row_name(row)}; expected the name of a class in each row",
             )
         if self.kind == "value":
             raise not_numbers(column, "text", f"{row_name(0)} holds {values[0]!r}")
         names = sorted(set(values.tolist())) if self.names is None else list(self.names)
         if self.kind == "binary" and len(names) != 2:
             raise DataError(
-                f"the labels {column!r} have {len(names)} names: {first_of(names, _SHOWN)}",
-                expected="two for a loss of probabilities, of which the second is 1",
+                f"the labels {column!r} have {len(names)} names: {first_of(names, _SHOWN)}; expected two"
+                " for a loss of probabilities, of which the second is 1",
             )
         numbers = {name: number for number, name in enumerate(names)}
         found = np.array([numbers.get(value, -1) for value in values.tolist()])
@@ -118,8 +117,8 @@ def unknown_label(value: object, where: str, count: tuple[int, int], names: Sequ
     """
     among = f", {count[0]:,} of {count[1]:,} rows," if count[1] > 1 else ""
     return DataError(
-        f"the label {str(value)!r} in {where}{among} is no class{did_you_mean(str(value), names)}",
-        expected=f"one of {first_of(names, _SHOWN)}",
+        f"the label {str(value)!r} in {where}{among} is no class{did_you_mean(str(value), names)};"
+        f" expected one of {first_of(names, _SHOWN)}",
     )
 
 
@@ -139,7 +138,7 @@ def check_targets(
     if target is None:
         raise DataError(
             f"the loss {criterion.name} needs a target, and the data has none",
-            next_step="name the column in data.target",
+            hint="name the column in data.target",
         )
     if criterion.kind in ("class", "token") and not (
         criterion.name != "nll" and target.is_floating_point() and target.ndim > 1
@@ -154,9 +153,9 @@ def _check_labels(
 ) -> None:
     if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
         raise DataError(
-            f"the targets are of type {target.dtype}; {row_name(0)} holds {_first(target)}",
-            expected=f"whole numbers, one per label, for the loss {criterion.name}",
-            next_step=(
+            f"the targets are of type {target.dtype}; {row_name(0)} holds {_first(target)}; expected whole"
+            f" numbers, one per label, for the loss {criterion.name}",
+            hint=(
                 "save the target column as integers, or choose a loss for values, such as mse or"
                 " bce_with_logits"
             ),
@@ -169,10 +168,10 @@ def _check_labels(
     upper = "" if num_classes is None else f" to {num_classes - 1}"
     counts_from_one = num_classes is not None and int(target.max()) == num_classes and int(target.min()) >= 1
     raise DataError(
-        f"{row_name(row)} has the label {int(label)} ({int(_rows(wrong).sum()):,} of {len(target):,} rows are"
-        " out of range)",
-        expected=f"labels from 0{upper}, or {criterion.ignore_index} for those to ignore",
-        cause="labels that count from 1" if counts_from_one else None,
+        f"{row_name(row)} has the label {int(label)} ({int(_rows(wrong).sum()):,} of {len(target):,} rows"
+        f" are out of range); expected labels from 0{upper}, or {criterion.ignore_index} for those to"
+        " ignore",
+        hint="labels that count from 1" if counts_from_one else None,
     )
 
 
@@ -181,8 +180,8 @@ def _check_probabilities(criterion: Criterion, target: Tensor, row_name: Callabl
     if wrong.any():
         row, value = _first_wrong(target, wrong)
         raise DataError(
-            f"{row_name(row)} has the target {value.item():g}",
-            expected=f"probabilities from 0 to 1 for the loss {criterion.name}",
+            f"{row_name(row)} has the target {value.item():g}; expected probabilities from 0 to 1 for the"
+            f" loss {criterion.name}",
         )
 
 

@@ -48,8 +48,8 @@ def text_task(data: DataConfig, base: Path, pretrained: Pretrained) -> TextTask:
     kind = _TASKS.get(pretrained.task)
     if kind is None:
         raise ConfigError(
-            f"data.text is given, and model.task is {pretrained.task}",
-            expected=f"one of the tasks of text: {', '.join(_TASKS)}",
+            f"data.text is given, and model.task is {pretrained.task}; expected one of the tasks of text:"
+            f" {', '.join(_TASKS)}",
         )
     return kind(data, load_tokenizer(data, base, pretrained), pretrained)
 

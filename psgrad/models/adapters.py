@@ -103,8 +103,10 @@ def _with_one(peft: Any, model: Any, folder: Path, name: str) -> Any:
             raise _other_base(folder, first_line(error)) from error
         raise ModelError(
             f"peft can't put the adapter {folder} in: {type(error).__name__}: {first_line(error)}",
-            cause="an adapter of a newer peft, of another base model, or damaged files",
-            next_step="load it with peft alone to see more",
+            hint=(
+                "an adapter of a newer peft, of another base model, or damaged files; load it with peft"
+                " alone to see more"
+            ),
         ) from error
     # peft places prompt embeddings itself
     extra = [name for name in report.unexpected_keys if name != "prompt_embeddings"]
@@ -121,8 +123,10 @@ def _with_one(peft: Any, model: Any, folder: Path, name: str) -> Any:
 def _other_base(folder: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"the adapter {folder} does not fit the model: {what}",
-        cause="it was made for another base model, or for another version of it",
-        next_step=f"compare base_model_name_or_path in {folder / SETTINGS} with model.pretrained",
+        hint=(
+            "it was made for another base model, or for another version of it; compare"
+            f" base_model_name_or_path in {folder / SETTINGS} with model.pretrained"
+        ),
     )
 
 
@@ -132,9 +136,9 @@ def _activate(model: Any, names: list[str], given: list[str]) -> None:
         model.base_model.set_adapter(names)
     except Exception as error:
         raise ConfigError(
-            f"model.adapter: {', '.join(given)} can't be active together: {first_line(error)}",
-            expected="adapters of one kind that add up, such as several of LoRA",
-            next_step="name one of them",
+            f"model.adapter: {', '.join(given)} can't be active together: {first_line(error)}; expected"
+            " adapters of one kind that add up, such as several of LoRA",
+            hint="name one of them",
         ) from error
 
 
@@ -161,8 +165,8 @@ def _made(peft: Any, model: nn.Module, wanted: NewAdapterConfig) -> Adapted:
     except ValueError as error:
         leaves = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if _is_linear(each)})
         raise ConfigError(
-            f"model.adapter: a new LoRA adapter can't be put in: {first_line(error)}",
-            expected=f"target: ends of names of layers such as {', '.join(leaves[:_SHOWN])}",
+            f"model.adapter: a new LoRA adapter can't be put in: {first_line(error)}; expected target:"
+            f" ends of names of layers such as {', '.join(leaves[:_SHOWN])}",
         ) from error
     name = f"new ({_described(adapted.peft_config['default'])}, seed {wanted.seed})"
     count = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)

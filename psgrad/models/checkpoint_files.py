@@ -50,9 +50,9 @@ def checkpoint_kind(path: Path, key: str | None = None) -> str:
         return "torch"
     if not name.endswith((".safetensors", INDEX_SUFFIX)):
         raise ConfigError(
-            f"the checkpoint {path} has a suffix that psgrad does not read",
-            expected=f".safetensors, {INDEX_SUFFIX}, {', '.join(TORCH_SUFFIXES)}",
-            cause=(
+            f"the checkpoint {path} has a suffix that psgrad does not read; expected .safetensors,"
+            f" {INDEX_SUFFIX}, {', '.join(TORCH_SUFFIXES)}",
+            hint=(
                 "exported programs (.pt2), TorchScript and plain pickles are code, and psgrad runs no code of"
                 " a checkpoint"
             ),
@@ -60,7 +60,7 @@ def checkpoint_kind(path: Path, key: str | None = None) -> str:
     if key is not None:
         raise ConfigError(
             f"model.state_dict_key is {key!r}, but {path.name} holds tensors only",
-            next_step="leave the key out",
+            hint="leave the key out",
         )
     return "index" if name.endswith(INDEX_SUFFIX) else "safetensors"
 
@@ -76,14 +76,12 @@ def require_checkpoint(path: Path) -> Path:
     if any(path.glob("global_step*")) or (path / "zero_to_fp32.py").exists():
         raise ConfigError(
             f"the checkpoint {path} is one of DeepSpeed ZeRO, whose shards are pickles",
-            next_step="run the zero_to_fp32.py in it, and name the folder that it writes",
+            hint="run the zero_to_fp32.py in it, and name the folder that it writes",
         )
     raise ConfigError(
-        f"the checkpoint {path} is a folder with none of {', '.join(FOLDERS)}",
-        expected=(
-            "a file, or a folder of save_pretrained, of a peft adapter, or of torch.distributed.checkpoint"
-        ),
-        next_step="name the file inside it",
+        f"the checkpoint {path} is a folder with none of {', '.join(FOLDERS)}; expected a file, or a"
+        " folder of save_pretrained, of a peft adapter, or of torch.distributed.checkpoint",
+        hint="name the file inside it",
     )
 
 
@@ -102,7 +100,8 @@ def json_content(path: Path, named: str = "") -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{named}{path} is not valid JSON: {error}", cause="an interrupted copy or download"
+            f"{named}{path} is not valid JSON: {error}",
+            hint="an interrupted copy or download",
         ) from error
 
 
@@ -114,19 +113,17 @@ def weight_map(index: Path) -> dict[str, str]:
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
-            f"the index {index} has no weight_map",
-            expected='{"weight_map": {"tensor": "shard.safetensors", ...}}',
+            f"the index {index} has no weight_map"
+            "; expected "
+            '{"weight_map": {"tensor": "shard.safetensors", ...}}',
         )
     suffix = ".bin" if index.name.endswith(".bin.index.json") else ".safetensors"
     for name, shard in weight_map.items():
         if not _stays_inside(shard, suffix):
             raise CheckpointError(
-                f"the index {index} sends {name!r} to {shard!r}; no file was opened",
-                expected=(
-                    f"the path of a {suffix} file below the index's own folder: relative, without '..' or"
-                    " backslash"
-                ),
-                cause="a damaged index, or one made to reach other files of this machine",
+                f"the index {index} sends {name!r} to {shard!r}; no file was opened; expected the path of"
+                f" a {suffix} file below the index's own folder: relative, without '..' or backslash",
+                hint="a damaged index, or one made to reach other files of this machine",
             )
     return weight_map
 
@@ -211,8 +208,8 @@ def read_torch(path: Path, device: str = "cpu") -> object:
     """What is in a file of torch.save; on the device "meta" without memory. Raises CheckpointError."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _SAFE_TORCH:
         raise CheckpointError(
-            f"the checkpoint {path} is a pickle inside, and torch {torch.__version__} reads those unsafely",
-            expected="torch 2.10 or newer, or a .safetensors file",
+            f"the checkpoint {path} is a pickle inside, and torch {torch.__version__} reads those"
+            " unsafely; expected torch 2.10 or newer, or a .safetensors file",
         )
     require_plain_archive(path)
     try:
@@ -228,7 +225,7 @@ def read_torch(path: Path, device: str = "cpu") -> object:
         raise CheckpointError(
             f"the checkpoint {path} holds more than tensors and plain values{what}; nothing in it was"
             " executed",
-            next_step=_SAVE_SAFELY,
+            hint=_SAVE_SAFELY,
         ) from error
     except Exception as error:  # a damaged archive fails in as many ways as it has readers
         raise _damaged(path, "torch.save archive", error) from error
@@ -245,22 +242,21 @@ def require_plain_archive(path: Path) -> None:
                 raise CheckpointError(
                     f"the checkpoint {path} is a bare pickle, not a torch.save archive; nothing in it was"
                     " executed",
-                    next_step=_SAVE_SAFELY,
+                    hint=_SAVE_SAFELY,
                 ) from error
         raise _damaged(path, "torch.save archive", error) from error
     if not plain:
         raise CheckpointError(
             f"the checkpoint {path} is compressed, which no archive of torch.save is",
-            next_step=_SAVE_SAFELY,
+            hint=_SAVE_SAFELY,
         )
 
 
 def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint {path} is damaged: {first_line(error)}",
-        expected=f"a whole {kind}; this file has {path.stat().st_size} bytes",
-        cause="an interrupted copy or download",
-        next_step="copy it again and compare its SHA-256 with the source's",
+        f"the checkpoint {path} is damaged: {first_line(error)}; expected a whole {kind}; this file has"
+        f" {path.stat().st_size} bytes",
+        hint="an interrupted copy or download; copy it again and compare its SHA-256 with the source's",
     )
 
 
@@ -286,9 +282,15 @@ def state_dict_in(loaded: object, key: str | None, path: Path) -> dict[str, Tens
     if usable:
         step = f"set model.state_dict_key to the state dict that you mean: {first_of(usable, _SHOWN)}"
     if key is not None and found is None:
-        raise ConfigError(f"the checkpoint {path} has no {key!r}", next_step=step)
+        raise ConfigError(
+            f"the checkpoint {path} has no {key!r}",
+            hint=step,
+        )
     what = f"{key!r} in the checkpoint {path}" if key is not None else f"the checkpoint {path}"
-    raise CheckpointError(f"{what} is no state dict", expected="tensors by name", next_step=step)
+    raise CheckpointError(
+        f"{what} is no state dict; expected tensors by name",
+        hint=step,
+    )
 
 
 def _at(loaded: object, key: str) -> object:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from psgrad.config import nearest
-from psgrad.errors import CheckpointError
+from psgrad.errors import CheckpointError, one_line
 from psgrad.models.in_files import fill_from_files
 from psgrad.wording import first_of
 
@@ -42,8 +42,7 @@ def load_into(
     if not fit.exact and (strict or not fit.matched - len(fit.mismatched)):
         raise CheckpointError(
             f"the checkpoint {source} does not fit the model: {fit.describe()}",
-            cause=fit.likely_cause(),
-            next_step=_ways_out(fit) if strict else None,
+            hint=one_line(fit.likely_cause(), _ways_out(fit) if strict else None),
         )
     odd = {line.partition(": ")[0] for line in fit.mismatched}
     kept = {name: tensor for name, tensor in chosen.tensors.items() if name not in odd}
@@ -92,8 +91,8 @@ def _chosen(
         found = _below(state_dict, prefix)
         if not found.tensors:
             raise CheckpointError(
-                f"no name in the checkpoint {source} begins with {prefix!r} (model.state_dict_prefix)",
-                expected=f"names such as {first_of(list(state_dict), _SHOWN)}",
+                f"no name in the checkpoint {source} begins with {prefix!r} (model.state_dict_prefix);"
+                f" expected names such as {first_of(list(state_dict), _SHOWN)}",
             )
         return found
     if _fit(model, state_dict).exact:
@@ -214,7 +213,7 @@ def _copy(model: nn.Module, state_dict: Mapping[str, Tensor], source: str) -> No
             raise CheckpointError(
                 f"the model ties {first_name} and {name}, but the checkpoint {source} holds two different"
                 " tensors for them",
-                cause="the checkpoint belongs to a model in which they are not tied",
+                hint="the checkpoint belongs to a model in which they are not tied",
             )
     whole = {name: sources[id(each)][1] for name, each in wanted.items() if id(each) in sources}
     filled = fill_from_files(model, whole)

@@ -66,16 +66,16 @@ def read_distributed(folder: Path, key: str | None = None) -> dict[str, Tensor]:
         tops = sorted({name.partition(".")[0] for name in metadata.state_dict_metadata})
         raise ConfigError(
             f"the checkpoint {folder} has no tensors{f' below {key!r}' if key is not None else ''}",
-            next_step=f"set model.state_dict_key to one of {', '.join(tops)}" if tops else None,
+            hint=f"set model.state_dict_key to one of {', '.join(tops)}" if tops else None,
         )
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is no process group
             load(found, storage_reader=Reader(folder), no_dist=True)
     except (Exception, CheckpointException) as error:  # the second is not an Exception
         raise CheckpointError(
-            f"the checkpoint {folder} is damaged: {_innermost(error)}",
-            expected="the files of all ranks, as torch.distributed.checkpoint wrote them",
-            cause="an interrupted copy, or a folder of which some ranks' files are missing",
+            f"the checkpoint {folder} is damaged: {_innermost(error)}; expected the files of all ranks, as"
+            " torch.distributed.checkpoint wrote them",
+            hint="an interrupted copy, or a folder of which some ranks' files are missing",
         ) from error
     return {name.removeprefix(prefix): value for name, value in found.items()}
 
@@ -91,21 +91,21 @@ def _read_index(folder: Path) -> Metadata:
             metadata = _IndexReader(file).load()
     except Exception as error:
         raise CheckpointError(
-            f"the index {path} can't be read: {first_line(error)}; nothing in it was executed",
-            expected="the index that torch.distributed.checkpoint writes",
-            cause="an interrupted copy, or a file made by something else",
+            f"the index {path} can't be read: {first_line(error)}; nothing in it was executed; expected"
+            " the index that torch.distributed.checkpoint writes",
+            hint="an interrupted copy, or a file made by something else",
         ) from error
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"the index {path} holds a {type(metadata).__name__}", expected="a Metadata")
+        raise CheckpointError(f"the index {path} holds a {type(metadata).__name__}; expected a Metadata")
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     for info in (metadata.storage_data or {}).values():
         place = Path(str(info.relative_path))
         if place.is_absolute() or ".." in place.parts:
             raise CheckpointError(
-                f"the index {path} sends a tensor to {place}; no file was opened",
-                expected="files of the checkpoint's own folder",
-                cause="a damaged index, or one made to reach other files of this machine",
+                f"the index {path} sends a tensor to {place}; no file was opened; expected files of the"
+                " checkpoint's own folder",
+                hint="a damaged index, or one made to reach other files of this machine",
             )
     return metadata
 

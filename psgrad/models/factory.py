@@ -105,7 +105,7 @@ def at_checkpoint(config: ModelConfig, base: Path) -> ModelConfig:
         made_by = "timm" if config.factory is None else "factory"
         raise ConfigError(
             f"the checkpoint {folder} is a folder of Hugging Face, and there is no model.pretrained",
-            next_step=f"set model.{key}: {config.checkpoint}, and model.task, in place of model.{made_by}",
+            hint=f"set model.{key}: {config.checkpoint}, and model.task, in place of model.{made_by}",
         )
     name = str(config.checkpoint)
     there = {"adapter": [name]} if key == "adapter" else {"pretrained": name, "revision": None}
@@ -183,15 +183,17 @@ def _built(config: ModelConfig, base: Path) -> nn.Module:
     model: Any = call_factory(factory, base, config.kwargs, raises=ModelError)
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"the factory {factory} returned an object of type {type(model).__name__}",
-            expected="a torch.nn.Module",
+            f"the factory {factory} returned an object of type {type(model).__name__}; expected a"
+            " torch.nn.Module",
         )
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ModelError(
             f"the parameter {lazy[0]} has no shape yet ({len(lazy)} in all)",
-            cause="a lazy layer takes its shape from the first batch, and the model has seen none",
-            next_step="name the sizes in the factory, or run one batch through the model there",
+            hint=(
+                "a lazy layer takes its shape from the first batch, and the model has seen none; name"
+                " the sizes in the factory, or run one batch through the model there"
+            ),
         )
     return model
 
@@ -209,18 +211,18 @@ def _require_usable_parameters(model: nn.Module, factory: str) -> None:
     parameters = dict(model.named_parameters())
     if not any(parameter.requires_grad for parameter in parameters.values()):
         what = "has only frozen parameters (requires_grad is False)" if parameters else "has no parameters"
-        raise ModelError(f"the model of {factory} {what}", expected="at least one parameter to differentiate")
+        raise ModelError(f"the model of {factory} {what}; expected at least one parameter to differentiate")
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ModelError(
                 f"the parameter {name} is on the meta device: it has a shape but no values",
-                next_step="build the model on the CPU in the factory",
+                hint="build the model on the CPU in the factory",
             )
         wide = parameter.is_floating_point() and parameter.dtype.itemsize > 1
         if parameter.requires_grad and not wide:
             raise ModelError(
-                f"the parameter {name} is of type {parameter.dtype}",
-                expected="real floating-point parameters of 16 bits or more; others with requires_grad=False",
+                f"the parameter {name} is of type {parameter.dtype}; expected real floating-point"
+                " parameters of 16 bits or more; others with requires_grad=False",
             )
 
 
@@ -239,12 +241,12 @@ def _require_independent_samples(model: nn.Module) -> None:
         raise ModelError(
             f"the layer {name} ({type(layer).__name__}){more} is in train mode, where every sample's output"
             " depends on its whole batch",
-            next_step="set model.mode: eval, or replace the layer by nn.GroupNorm and train again",
+            hint="set model.mode: eval, or replace the layer by nn.GroupNorm and train again",
         )
     raise ModelError(
         f"the layer {name} ({type(layer).__name__}){more} keeps no running statistics, so even in eval mode "
         "every sample's output depends on its whole batch",
-        next_step="build it with track_running_stats=True, or replace it by nn.GroupNorm and train again",
+        hint="build it with track_running_stats=True, or replace it by nn.GroupNorm and train again",
     )
 
 
@@ -254,23 +256,23 @@ def load_timm(config: ModelConfig) -> LoadedModel:
     if config.kwargs.get("pretrained"):
         raise ConfigError(
             "model.kwargs: pretrained would download weights, whatever they are today",
-            next_step="save them once with safetensors, and name the file in model.checkpoint",
+            hint="save them once with safetensors, and name the file in model.checkpoint",
         )
     timm: Any = library("timm", extra="vision")
     if not timm.is_model(config.timm):
         raise ConfigError(
-            f"timm has no model {config.timm!r}{did_you_mean(config.timm, timm.list_models())}",
-            expected="a name that timm.list_models() gives",
+            f"timm has no model {config.timm!r}{did_you_mean(config.timm, timm.list_models())}; expected a"
+            " name that timm.list_models() gives",
         )
     try:
         model = timm.create_model(config.timm, pretrained=False, **config.kwargs)
     except Exception as error:
         raise ModelError(
             f"timm can't build {config.timm}: {type(error).__name__}: {first_line(error)}",
-            cause=f"model.kwargs: {', '.join(config.kwargs)}" if config.kwargs else None,
+            hint=f"model.kwargs: {', '.join(config.kwargs)}" if config.kwargs else None,
         ) from error
     if not isinstance(model, nn.Module):
-        raise ModelError(f"timm built an object of type {type(model).__name__}", expected="a module")
+        raise ModelError(f"timm built an object of type {type(model).__name__}; expected a module")
     origin = ModelOrigin(timm=config.timm, version=str(timm.__version__))
     return LoadedModel(model, [], [type(model).__module__], None, origin=origin)
 
@@ -298,17 +300,14 @@ def choose_trainable(model: nn.Module, patterns: Sequence[str], key: str) -> lis
     chosen = {name: parameter for name, parameter in named if name in matching}
     if not chosen:
         raise ConfigError(
-            f"{key} chooses no parameter",
-            expected="at least one pattern, such as head.*",
-            next_step="leave it out to train all that the model's factory left trainable",
+            f"{key} chooses no parameter; expected at least one pattern, such as head.*",
+            hint="leave it out to train all that the model's factory left trainable",
         )
     for name, parameter in chosen.items():
         if not parameter.is_floating_point():
             raise ModelError(
                 f"{key} chooses {name}, which is of type {parameter.dtype} and can't have a gradient",
-                next_step=(
-                    "choose parameters of floating-point numbers, such as adapters beside quantised weights"
-                ),
+                hint="choose parameters of floating-point numbers, such as adapters beside quantised weights",
             )
     identities = {id(parameter) for parameter in chosen.values()}
     for _, parameter in named:
@@ -322,7 +321,7 @@ def _no_match(pattern: str, names: list[str], key: str) -> ConfigError:
         ".".join(name.split(".")[:depth]) + ".*" for name in names for depth in range(1, name.count(".") + 1)
     )
     return ConfigError(
-        f"{key}: no parameter matches {pattern!r}{did_you_mean(pattern, [*names, *modules])}",
-        expected=f"patterns of the model's parameters: {first_of(names, _SHOWN)}",
-        next_step="a pattern is matched with the whole name: head.* is all inside head",
+        f"{key}: no parameter matches {pattern!r}{did_you_mean(pattern, [*names, *modules])}; expected"
+        f" patterns of the model's parameters: {first_of(names, _SHOWN)}",
+        hint="a pattern is matched with the whole name: head.* is all inside head",
     )

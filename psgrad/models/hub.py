@@ -48,7 +48,7 @@ def library(name: str, extra: str = "hugging-face") -> ModuleType:
     except ModuleNotFoundError as error:
         raise ModelError(
             f"{error.name or name} is not installed, and this config needs it",
-            next_step=f"install it with psgrad: pip install 'psgrad[{extra}]'",
+            hint=f"install it with psgrad: pip install 'psgrad[{extra}]'",
         ) from error
 
 
@@ -95,18 +95,18 @@ def located(
         if revision is not None:
             raise ConfigError(
                 f"{key} is the folder {folder}, and revision {revision!r} belongs to a hub id",
-                next_step="leave revision out",
+                hint="leave revision out",
             )
         return LocalFolder(folder)
     if folder.exists():
         raise ConfigError(
             f"{key}: {folder} is a file",
-            next_step="name the folder that the file lies in",
+            hint="name the folder that the file lies in",
         )
     if not is_hub_id(name):
         raise ConfigError(
             f"{key}: there is no folder {folder}",
-            next_step="check the path; it is relative to the config file's folder",
+            hint="check the path; it is relative to the config file's folder",
         )
     hub = library("huggingface_hub")
     cached = _cached(hub, name, revision)
@@ -118,7 +118,7 @@ def located(
     raise ConfigError(
         f"{key}: there is no folder {folder}, and the hub id {name!r}{at} is not in the local cache"
         f" {hub.constants.HF_HUB_CACHE}",
-        next_step=(
+        hint=(
             f"set allow_download: true to fetch its files {', '.join(FILES)} from {hub.constants.ENDPOINT};"
             f" `hf download {name} --dry-run` lists them with their sizes"
         ),
@@ -134,7 +134,7 @@ def _downloaded(hub: ModuleType, name: str, revision: str | None, key: str) -> L
     except Exception as error:  # of the network, the hub and its permissions there are two dozen
         raise ConfigError(
             f"{key}: the hub id {name!r} can't be downloaded: {first_line(error)}",
-            next_step=f"run `hf download {name}` to see more; `hf auth login` for gated ones",
+            hint=f"run `hf download {name}` to see more; `hf auth login` for gated ones",
         ) from error
     size = sum(file.file_size for file in fetched)
     listed = first_of([f"{file.filename} ({file.file_size:,} bytes)" for file in fetched], 10)

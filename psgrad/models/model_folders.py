@@ -59,11 +59,14 @@ def require_model_folder(folder: Path) -> None:
             step = "name the base model in model.pretrained, and this folder of an adapter in model.adapter"
         elif inner := [each.parent.name for each in sorted(folder.glob("*/config.json"))]:
             step = f"name one of the folders of models in it: {', '.join(inner[:_SHOWN])}"
-        raise ConfigError(f"model.pretrained: the folder {folder} has no config.json", next_step=step)
+        raise ConfigError(
+            f"model.pretrained: the folder {folder} has no config.json",
+            hint=step,
+        )
     if is_adapter:
         raise ConfigError(
             f"model.pretrained: the folder {folder} holds a model and an adapter ({SETTINGS})",
-            next_step="move the adapter to a folder of its own, and name it in model.adapter",
+            hint="move the adapter to a folder of its own, and name it in model.adapter",
         )
 
 
@@ -78,7 +81,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     content = json_content(path)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}", expected="an object")
+        raise CheckpointError(f"{path} holds a {type(content).__name__}; expected an object")
     return content
 
 
@@ -91,7 +94,7 @@ def require_head(model: ModelConfig, folder: Path) -> None:
     if saved is not None and saved.endswith(tuple(others)) and task != "causal-lm":
         raise CheckpointError(
             f"model.task is {task}, and the folder {folder} was saved as {saved}, whose head is another",
-            next_step="name the fine-tuned folder, or set model.task to what it was trained for",
+            hint="name the fine-tuned folder, or set model.task to what it was trained for",
         )
 
 
@@ -103,9 +106,9 @@ def weights_file(folder: Path, names: tuple[str, ...] = NAMES, what: str = "fold
     if found is None:
         others = sorted(path.name for path in folder.iterdir() if path.is_file())
         raise CheckpointError(
-            f"the {what} {folder} has no weights, but {', '.join(others[:_SHOWN]) or 'no files'}",
-            expected=f"one of {', '.join(names)}",
-            next_step="copy or download it again, to its end",
+            f"the {what} {folder} has no weights, but {', '.join(others[:_SHOWN]) or 'no files'}; expected"
+            f" one of {', '.join(names)}",
+            hint="copy or download it again, to its end",
         )
     if ".bin" not in found.name:
         tensor_kinds(found)
@@ -153,10 +156,13 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
         step = "name the folder of an adapter, as peft's save_pretrained writes it"
         if (folder / "config.json").exists():
             step = "it holds a whole model: name it in model.pretrained"
-        raise ConfigError(f"model.adapter: the folder {folder} has no {SETTINGS}", next_step=step)
+        raise ConfigError(
+            f"model.adapter: the folder {folder} has no {SETTINGS}",
+            hint=step,
+        )
     content: dict[str, Any] = json_content(path)
     if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
-        raise CheckpointError(f"{path} names no peft_type", expected="a file that peft wrote")
+        raise CheckpointError(f"{path} names no peft_type; expected a file that peft wrote")
     return content
 
 
@@ -180,9 +186,8 @@ def base_notes(
     if theirs is None and (base.commit is None or not is_hub_id(named)):
         return [f"the adapter {folder} names {named} as its base, and shapes alone tell that {ours} is that"]
     raise ConfigError(
-        f"the adapter {folder} was made for another base model, {named}",
-        expected=f"an adapter of {ours}",
-        next_step=(
+        f"the adapter {folder} was made for another base model, {named}; expected an adapter of {ours}",
+        hint=(
             f"set model.pretrained to {named}; or if {ours} is the same model, say so in"
             f" base_model_name_or_path of {folder / SETTINGS}"
         ),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from psgrad.config.model import TASKS, ModelConfig, Task
-from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
+from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError, one_line
 from psgrad.models.checkpoints import load_into
 from psgrad.models.hub import LocalFolder, library, located, quiet
 from psgrad.models.in_files import built_without_memory, plain_tensors, tensors_in_files
@@ -141,8 +141,8 @@ def read_settings(folder: Path, config: ModelConfig) -> Any:
         if not hasattr(settings, name):
             meant = did_you_mean(name, list(settings.to_dict()))
             raise ConfigError(
-                f"model.kwargs: the config of {folder} has no {name!r}{meant}",
-                expected=f"keys of {type(settings).__name__}",
+                f"model.kwargs: the config of {folder} has no {name!r}{meant}; expected keys of"
+                f" {type(settings).__name__}",
             )
         setattr(settings, name, copy.deepcopy(value))
     return settings
@@ -151,14 +151,16 @@ def read_settings(folder: Path, config: ModelConfig) -> Any:
 def _unreadable(folder: Path, error: Exception, trusted: bool) -> PsgradError:
     if "trust_remote_code" in str(error) and not trusted:
         return ConfigError(
-            f"model.pretrained: {folder} brings Python code of its own, and it was not run",
-            expected="a model that transformers knows by itself",
-            next_step="read the code; then set model.trust_remote_code: true to run it",
+            f"model.pretrained: {folder} brings Python code of its own, and it was not run; expected a"
+            " model that transformers knows by itself",
+            hint="read the code; then set model.trust_remote_code: true to run it",
         )
     return ModelError(
         f"transformers can't read the config of {folder}: {first_line(error)}",
-        cause="a model newer than the installed transformers, or a damaged config.json",
-        next_step="upgrade transformers, or compare config.json with the source's",
+        hint=(
+            "a model newer than the installed transformers, or a damaged config.json; upgrade"
+            " transformers, or compare config.json with the source's"
+        ),
     )
 
 
@@ -171,19 +173,21 @@ def _class_for(task: Task, settings: Any) -> Any:
     if task not in _tasks_of(settings, [task]):
         known = _tasks_of(settings, TASKS)
         raise ConfigError(
-            f"model.task is {task}, and transformers has no such head for a {settings.model_type} model",
-            expected=f"one of {', '.join(known)}" if known else None,
+            one_line(
+                f"model.task is {task}, and transformers has no such head for a {settings.model_type} model",
+                f"expected one of {', '.join(known)}" if known else None,
+            )
         )
     problem, labels = getattr(settings, "problem_type", None), getattr(settings, "num_labels", None)
     if task == "sequence-classification" and (problem == "regression" or labels == 1):
         raise ConfigError(
             f"model.task is {task}, and the head returns {labels} number{'s'[: labels != 1]} without classes",
-            next_step="set model.task: regression",
+            hint="set model.task: regression",
         )
     if task == "regression" and problem not in (None, "regression"):
         raise ConfigError(
             f"model.task is regression, and the model's problem_type is {problem}",
-            next_step="set model.task: sequence-classification",
+            hint="set model.task: sequence-classification",
         )
     return kind
 
@@ -253,13 +257,13 @@ def _read(
         if "attention" in str(error).lower() and isinstance(error, ValueError | ImportError):
             raise ConfigError(
                 f"model.attention is {config.attention}, and {first_line(error)}",
-                next_step="leave it out, or set model.attention: eager",
+                hint="leave it out, or set model.attention: eager",
             ) from error
         if "size mismatch" in str(error) or "mismatched" in str(error):
             raise _misfit(folder, error, config) from error
         raise ModelError(
             f"transformers can't load {folder}: {type(error).__name__}: {first_line(error)}",
-            next_step="load it with transformers alone to see more",
+            hint="load it with transformers alone to see more",
         ) from error
 
 
@@ -267,7 +271,7 @@ def _misfit(folder: Path, error: Exception, config: ModelConfig) -> CheckpointEr
     lines = [line.strip() for line in str(error).splitlines() if "mismatch" in line.lower()]
     return CheckpointError(
         f"the weights in {folder} have other shapes than the model of its config: {lines[0]}",
-        cause=(
+        hint=(
             f"model.kwargs change the sizes: {', '.join(config.kwargs)}"
             if config.kwargs
             else "config.json belongs to another model"
@@ -284,10 +288,12 @@ def _checked(report: Mapping[str, Any], config: ModelConfig, folder: Path) -> li
         saved = saved_as(folder)
         raise CheckpointError(
             f"the folder {folder} has no weights for {first_of(missing, _SHOWN)}: the model of task"
-            f" {config.task} would start with random numbers there",
-            expected="all weights of the model, and of its head",
-            cause=f"it was saved as {saved}, whose head is another" if saved else "it has no such head",
-            next_step="name the fine-tuned folder, or set model.task to what it was trained for",
+            f" {config.task} would start with random numbers there; expected all weights of the model, and"
+            " of its head",
+            hint=one_line(
+                f"it was saved as {saved}, whose head is another" if saved else "it has no such head",
+                "name the fine-tuned folder, or set model.task to what it was trained for",
+            ),
         )
     extra = sorted(report["unexpected_keys"])
     words = f"left out {len(extra)} tensors of {folder} for which there is no place"

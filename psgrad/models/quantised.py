@@ -39,7 +39,7 @@ def quantisation(config: ModelConfig, kind: Any, settings: Any) -> dict[str, Any
         raise ConfigError(
             f"model.load is {config.load}, and the weights of {config.pretrained} are saved quantised"
             f" ({saved.get('quant_method')})",
-            next_step="leave model.load out",
+            hint="leave model.load out",
         )
     if config.load is None and saved.get("quant_method") not in _METHODS:
         return {}
@@ -98,7 +98,7 @@ def require_whole(model: nn.Module, config: ModelConfig) -> None:
         raise ConfigError(
             f"{config.pretrained} keeps layers in fewer bits, and the weights of {config.checkpoint} can't be"
             " put into those",
-            next_step="save them with the model by save_pretrained, and name the folder in model.pretrained",
+            hint="save them with the model by save_pretrained, and name the folder in model.pretrained",
         )
 
 
@@ -111,13 +111,13 @@ def require_frozen(model: nn.Module, config: ModelConfig, chosen: bool) -> None:
     if trained is not None:
         raise ConfigError(
             f"the parameter {trained} would be trained, and it is kept in fewer bits",
-            next_step="train an adapter (model.adapter), or parameters with all their bits",
+            hint="train an adapter (model.adapter), or parameters with all their bits",
         )
     if bits and config.adapter is None and not chosen:
         raise ConfigError(
             f"{len(bits):,} weights of {config.pretrained} are kept in fewer bits and can't be trained, and"
             " there is no adapter",
-            next_step="set model.adapter, such as {create: lora}; or name what is trained",
+            hint="set model.adapter, such as {create: lora}; or name what is trained",
         )
 
 

@@ -54,25 +54,26 @@ class RunCheckpoints:
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise ConfigError(
-                f"RunCheckpoints: epochs is {self.epochs} and steps is {self.steps}",
-                expected="one of them: the length of the run",
+                f"RunCheckpoints: epochs is {self.epochs} and steps is {self.steps}; expected one of them:"
+                " the length of the run",
             )
         given = (self.length, self.count, 1 if self.steps_per_epoch is None else self.steps_per_epoch)
         if any(type(each) is not int or each < 1 for each in given):
             raise ConfigError(
                 f"RunCheckpoints: {self.unit}s {self.length!r}, count {self.count!r}, steps_per_epoch"
-                f" {self.steps_per_epoch!r}",
-                expected="whole numbers from 1 on",
+                f" {self.steps_per_epoch!r}; expected whole numbers from 1 on",
             )
         names = {self._path(number).name for number in self.numbers}
         there = sorted(each.name for each in Path(self.folder).glob("*.safetensors"))
         other = [name for name in there if name not in names]
         if other:
             raise ConfigError(
-                f"the folder {self.folder} has {other[0]}, which is none of this run's checkpoints",
-                expected=f"an empty folder, or an earlier run with the same {self.unit}s and count",
-                cause="checkpoints of another run, which a pattern would take for ones of this run",
-                next_step="name another folder, or delete the files",
+                f"the folder {self.folder} has {other[0]}, which is none of this run's checkpoints;"
+                f" expected an empty folder, or an earlier run with the same {self.unit}s and count",
+                hint=(
+                    "checkpoints of another run, which a pattern would take for ones of this run; name"
+                    " another folder, or delete the files"
+                ),
             )
 
     @property
@@ -100,9 +101,9 @@ class RunCheckpoints:
         """
         if type(number) is not int or not 1 <= number <= self.length:
             raise ConfigError(
-                f"RunCheckpoints.save: {self.unit} {number!r} of a run of {self.length} {self.unit}s",
-                expected=f"how many {self.unit}s are done: a whole number from 1 to {self.length}",
-                cause=f"a count from 0, or a run that is longer than `{self.unit}s` says",
+                f"RunCheckpoints.save: {self.unit} {number!r} of a run of {self.length} {self.unit}s;"
+                f" expected how many {self.unit}s are done: a whole number from 1 to {self.length}",
+                hint=f"a count from 0, or a run that is longer than `{self.unit}s` says",
             )
         if number not in self.numbers:
             return None
@@ -159,7 +160,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(value, torch.Tensor)
     }
     if not state:
-        raise CheckpointError("the model has no weights to save", expected="a model with parameters")
+        raise CheckpointError("the model has no weights to save; expected a model with parameters")
     return {unwrapped(name): value for name, value in state.items()}
 
 
@@ -228,10 +229,9 @@ def second_moments(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor
         square, step = states[name].get("exp_avg_sq"), states[name].get("step")
         if not isinstance(square, torch.Tensor) or step is None or not float(step) >= 1:
             raise CheckpointError(
-                f"the optimiser state {path} has {', '.join(sorted(states[name])) or 'nothing'} of {name}",
-                expected="exp_avg_sq and step, as Adam and AdamW keep them",
-                cause="a run of another optimiser",
-                next_step="leave out influence.method.optimizer: adam",
+                f"the optimiser state {path} has {', '.join(sorted(states[name])) or 'nothing'} of {name};"
+                " expected exp_avg_sq and step, as Adam and AdamW keep them",
+                hint="a run of another optimiser; leave out influence.method.optimizer: adam",
             )
         if square.shape != parameter.shape:
             raise _of_another_model(
@@ -250,7 +250,8 @@ def _of_run(path: Path) -> tuple[dict[str, State], dict[str, float]]:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"the optimiser state {path} can't be read: {error}", next_step="delete it, or save it again"
+            f"the optimiser state {path} can't be read: {error}",
+            hint="delete it, or save it again",
         ) from error
     states: dict[str, dict[str, Any]] = {}
     for key, value in tensors.items():
@@ -306,8 +307,9 @@ def _names_of(groups: Sequence[Mapping[str, Any]], model: nn.Module, path: Path)
 
 def _of_another_model(path: Path, arrived: str) -> CheckpointError:
     return CheckpointError(
-        f"the optimiser state {path} has {arrived}",
-        expected="the state of the parameters of this model",
-        cause="a file of another model or another trainer",
-        next_step="set influence.method.batch_size, and delete or move the file: the state is then estimated",
+        f"the optimiser state {path} has {arrived}; expected the state of the parameters of this model",
+        hint=(
+            "a file of another model or another trainer; set influence.method.batch_size, and delete or"
+            " move the file: the state is then estimated"
+        ),
     )

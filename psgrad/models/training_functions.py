@@ -50,27 +50,27 @@ def resolve_training(spec: str, base: Path) -> Train:
         except (Exception, SystemExit) as error:
             raise ModelError(
                 f"the training function {spec} raised {describe_failure(error)}",
-                next_step="run it by itself to see why",
+                hint="run it by itself to see why",
             ) from error
         if not isinstance(trained, nn.Module):
             raise ModelError(
-                f"the training function {spec} returned an object of type {type(trained).__name__}",
-                expected="the trained model, a torch.nn.Module",
-                next_step="end it with `return model`",
+                f"the training function {spec} returned an object of type {type(trained).__name__};"
+                " expected the trained model, a torch.nn.Module",
+                hint="end it with `return model`",
             )
         found = {name: tuple(value.shape) for name, value in trained.state_dict().items()}
         if found != wanted:
             odd = sorted(set(found.items()) ^ set(wanted.items()))[0][0]
             raise ModelError(
-                f"the training function {spec} returned a model with other weights than it was given: {odd}",
-                expected="the model that it is given, trained",
+                f"the training function {spec} returned a model with other weights than it was given:"
+                f" {odd}; expected the model that it is given, trained",
             )
         named = trained.named_parameters()
         lost = next((name for name, value in named if not bool(value.isfinite().all())), None)
         if lost is not None:
             raise ModelError(
                 f"the training function {spec} returned a model whose parameter {lost} is not finite",
-                cause="its training diverged",
+                hint="its training diverged",
             )
         return trained
 
@@ -113,32 +113,37 @@ def resolve_batches(training: TrainingConfig, base: Path) -> Loader | None:
             if batch.dim() != 1 or not len(batch) or batch.is_floating_point() or batch.dtype == torch.bool:
                 kind = f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
                 raise ModelError(
-                    f"the batches {spec} returned {kind} for step {number}",
-                    expected="whole numbers [b] of the rows of each step",
-                    cause="tensors of the data, or a mask, in place of the numbers of rows",
-                    next_step="return the numbers of the rows, as the batch_sampler of a DataLoader has them",
+                    f"the batches {spec} returned {kind} for step {number}; expected whole numbers [b] of"
+                    " the rows of each step",
+                    hint=(
+                        "tensors of the data, or a mask, in place of the numbers of rows; return the"
+                        " numbers of the rows, as the batch_sampler of a DataLoader has them"
+                    ),
                 )
             outside = batch[(batch < 0) | (batch >= rows)]
             if len(outside):
                 raise ModelError(
-                    f"the batches {spec} returned the row {int(outside[0])} for step {number}",
-                    expected=f"rows 0 to {rows - 1}: {rows:,} are trained on",
-                    cause="numbers of rows of another dataset, or from 1",
-                    next_step=f"use the number of rows that it is called with: {_BATCHES}",
+                    f"the batches {spec} returned the row {int(outside[0])} for step {number}; expected"
+                    f" rows 0 to {rows - 1}: {rows:,} are trained on",
+                    hint=(
+                        "numbers of rows of another dataset, or from 1; use the number of rows that it"
+                        f" is called with: {_BATCHES}"
+                    ),
                 )
         if not one:
             raise ModelError(
-                f"the batches {spec} returned no step",
-                expected=f"the numbers of the rows of each step: {_BATCHES}",
-                cause="a generator that was used up, or no epochs",
-                next_step="return a new list at each call",
+                f"the batches {spec} returned no step; expected the numbers of the rows of each step:"
+                f" {_BATCHES}",
+                hint="a generator that was used up, or no epochs; return a new list at each call",
             )
         if len(one) != len(again) or not all(map(torch.equal, one, again)):
             raise ModelError(
-                f"the batches {spec} are others when they are asked for again with the same seed",
-                expected="the same rows for the same seed",
-                cause="a global generator in place of one that is made from the seed",
-                next_step="draw by torch.Generator().manual_seed(seed), or np.random.default_rng(seed)",
+                f"the batches {spec} are others when they are asked for again with the same seed; expected"
+                " the same rows for the same seed",
+                hint=(
+                    "a global generator in place of one that is made from the seed; draw by"
+                    " torch.Generator().manual_seed(seed), or np.random.default_rng(seed)"
+                ),
             )
         return [batch.long() for batch in one]
 
@@ -148,7 +153,7 @@ def resolve_batches(training: TrainingConfig, base: Path) -> Loader | None:
 _BATCHES = "batches(rows, seed) -> rows of each step"
 _ADVICE = {
     "cause": "a function of other arguments",
-    "next_step": "give it these arguments, in this order",
+    "hint": "give it these arguments, in this order",
 }
 
 
@@ -168,8 +173,8 @@ def _function(
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
         raise ConfigError(
-            f"influence.{key}: {spec} can't be called as {signature.split(' -> ')[0]}: {error}",
-            expected=f"a function {signature}",
+            f"influence.{key}: {spec} can't be called as {signature.split(' -> ')[0]}: {error}; expected a"
+            f" function {signature}",
             **advice,
         ) from None
     except ValueError:  # some callables written in C have no signature
@@ -186,8 +191,10 @@ def _errors_of(what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise ModelError(
-            f"{what} raised {describe_failure(error)}",
-            expected="a function that returns for all batches of the run",
-            cause="a mistake in it, or an operator that can't be differentiated",
-            next_step="run it by itself to see why; --debug shows the line",
+            f"{what} raised {describe_failure(error)}; expected a function that returns for all batches of"
+            " the run",
+            hint=(
+                "a mistake in it, or an operator that can't be differentiated; run it by itself to see"
+                " why; --debug shows the line"
+            ),
         ) from error

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from psgrad.config import AnalyzeConfig
-from psgrad.errors import ConfigError
+from psgrad.errors import ConfigError, one_line
 from psgrad.plugins import DETECTORS, configured
 from psgrad.quality.references import Reference
 
@@ -71,17 +71,18 @@ def detect(detector: Detector, rows: FloatArray, reference: FloatArray | None, s
         if reference.shape[1:] != rows.shape[1:]:
             raise ConfigError(
                 f"the detector {detector.name}: the trusted samples have projected gradients [n,"
-                f" {reference.shape[1]}], those in question [n, {rows.shape[1]}]",
-                expected="the same projection (dimension, kind and seed) of the same parameters",
-                cause="a reference of a run with other options of projected_gradients, or of another model",
-                next_step="run the reference again with the options of this run",
+                f" {reference.shape[1]}], those in question [n, {rows.shape[1]}]; expected the same"
+                " projection (dimension, kind and seed) of the same parameters",
+                hint=(
+                    "a reference of a run with other options of projected_gradients, or of another"
+                    " model; run the reference again with the options of this run"
+                ),
             )
         reference = _prepared(reference[_usable(reference, detector)], detector)
         if not len(reference):
             raise ConfigError(
-                f"the detector {detector.name}: no row of the reference has a projected gradient that it can"
-                " be fitted to",
-                expected="trusted samples whose gradients are finite and not zero",
+                f"the detector {detector.name}: no row of the reference has a projected gradient that it"
+                " can be fitted to; expected trusted samples whose gradients are finite and not zero",
             )
     scores = np.full(len(rows), np.nan)
     if usable.any():
@@ -131,17 +132,19 @@ def detector_scores(
     if rows is None:
         raise ConfigError(
             "analyze.outliers.detectors: detectors look at projected gradients, and none are measured",
-            next_step="add projected_gradients to analyze.measures",
+            hint="add projected_gradients to analyze.measures",
         )
     if reference is not None and reference.rows is None:
         raise ConfigError(
             f"analyze.outliers.detectors: the reference {reference.source} has no projected gradients",
-            cause=(
-                "a baseline keeps scores only"
-                if reference.kind == "baseline"
-                else "projected_gradients was not measured there"
+            hint=(
+                one_line(
+                    "a baseline keeps scores only"
+                    if reference.kind == "baseline"
+                    else "projected_gradients was not measured there",
+                    "use a run with the measure projected_gradients, or a dataset, as the reference",
+                )
             ),
-            next_step="use a run with the measure projected_gradients, or a dataset, as the reference",
         )
     result = []
     for each in config.outliers.detectors:

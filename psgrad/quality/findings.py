@@ -231,19 +231,19 @@ def read_ignore_list(path: Path) -> tuple[IgnoreEntry, ...]:
     except FileNotFoundError:
         raise ConfigError(
             f"there is no ignore list {path}",
-            next_step="check gate.ignore; it is relative to the config file's folder",
+            hint="check gate.ignore; it is relative to the config file's folder",
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the ignore list {path} can't be read: {error}", expected="a YAML file in UTF-8"
+            f"the ignore list {path} can't be read: {error}; expected a YAML file in UTF-8"
         ) from error
     parsed = parse(text, str(path))
     if parsed.content is None:
         return ()
     if not isinstance(parsed.content, list):
         raise ConfigError(
-            f"the ignore list {path} holds {described(parsed.content)}",
-            expected="a list of entries, each with id or fingerprint, and reason",
+            f"the ignore list {path} holds {described(parsed.content)}; expected a list of entries, each"
+            " with id or fingerprint, and reason",
         )
     entries, problems = [], []
     for number, content in enumerate(parsed.content):

@@ -163,7 +163,7 @@ def read_baseline(path: Path) -> Baseline:
     except FileNotFoundError:
         raise ConfigError(
             f"there is no baseline {path}",
-            next_step=f"check the path; psgrad baseline save RUN --output {path} makes one of a finished run",
+            hint=f"check the path; psgrad baseline save RUN --output {path} makes one of a finished run",
         ) from None
     except (OSError, ValueError) as error:
         raise _not_a_baseline(path, str(error)) from error
@@ -171,9 +171,9 @@ def read_baseline(path: Path) -> Baseline:
         raise _not_a_baseline(path, "it has no mark of a baseline of psgrad")
     if content.get("version") != VERSION:
         raise DataError(
-            f"the baseline {path} has the format version {content.get('version')!r}",
-            expected=f"version {VERSION}, the only one that this psgrad reads",
-            next_step="use the psgrad that wrote it, or save the baseline again",
+            f"the baseline {path} has the format version {content.get('version')!r}; expected version"
+            f" {VERSION}, the only one that this psgrad reads",
+            hint="use the psgrad that wrote it, or save the baseline again",
         )
     try:
         listed = content["findings"]
@@ -245,9 +245,8 @@ def changed(
 
 def _not_a_baseline(path: Path, why: str) -> DataError:
     return DataError(
-        f"{path} can't be read as a baseline: {why[:200]}",
-        expected="a file as psgrad baseline save writes it",
-        next_step="save the baseline again, or take it back from version control",
+        f"{path} can't be read as a baseline: {why[:200]}; expected a file as psgrad baseline save writes it",
+        hint="save the baseline again, or take it back from version control",
     )
 
 
@@ -309,16 +308,16 @@ def read_reference(content: Mapping[str, Any], source: str, score: str, by: str 
             raise ValueError("scores and fingerprints are not in step")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
-            f"the reference in {source} can't be read: {type(error).__name__}: {error}",
-            expected="a baseline as psgrad baseline save writes it",
-            next_step="save the baseline again",
+            f"the reference in {source} can't be read: {type(error).__name__}: {error}; expected a"
+            " baseline as psgrad baseline save writes it",
+            hint="save the baseline again",
         ) from error
     for what, has, wanted in (("score", theirs, score), ("group_by", their_groups, by)):
         if has != wanted:
             raise ConfigError(
                 f"the baseline {source} holds a reference with {what} {has}, and analyze.outliers.{what} is"
                 f" {wanted}",
-                next_step=(
+                hint=(
                     f"set analyze.outliers.{what} to {'null' if has is None else has}, or save the baseline"
                     f" of a run with {wanted}"
                 ),

@@ -206,10 +206,9 @@ def _require_score(frame: pd.DataFrame, score: str) -> None:
     columns = [name for name in [*numbers, "log_norm"] if name not in ("id", "index", "target")]
     if score not in columns:
         raise ConfigError(
-            f"analyze.outliers.score: the samples have no column of numbers {score!r}"
-            f"{did_you_mean(score, columns)}",
-            expected=f"one of {', '.join(columns)}",
-            cause="the measure that gives this column is not in analyze.measures",
+            "analyze.outliers.score: the samples have no column of numbers"
+            f" {score!r}{did_you_mean(score, columns)}; expected one of {', '.join(columns)}",
+            hint="the measure that gives this column is not in analyze.measures",
         )
 
 

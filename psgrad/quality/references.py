@@ -41,13 +41,13 @@ def labels_of(frame: pd.DataFrame, by: str | None) -> Labels:
     values = frame[column]
     if not all(np.ndim(value) == 0 for value in values.head(100)):
         raise ConfigError(
-            f"analyze.outliers.group_by: {by} has more than one value a sample",
-            expected="a column of one value a sample",
+            f"analyze.outliers.group_by: {by} has more than one value a sample; expected a column of one"
+            " value a sample",
         )
     if pd.api.types.is_float_dtype(values) and not (values.dropna() % 1 == 0).all():
         raise ConfigError(
-            f"analyze.outliers.group_by: {by} holds real numbers, and samples of one group have one value",
-            expected="whole numbers or texts, each of which occurs often",
+            f"analyze.outliers.group_by: {by} holds real numbers, and samples of one group have one value;"
+            " expected whole numbers or texts, each of which occurs often",
         )
     if by == "length":
         return _length_classes(values)
@@ -181,9 +181,8 @@ def reference_of(
     if score not in samples:
         raise ConfigError(
             f"the reference {source} has no column {score!r}, by which samples are judged"
-            " (analyze.outliers.score)",
-            expected=f"one of its columns: {', '.join(map(str, samples))}",
-            next_step="run psgrad analyze on the reference again, with the measure that gives this column",
+            f" (analyze.outliers.score); expected one of its columns: {', '.join(map(str, samples))}",
+            hint="run psgrad analyze on the reference again, with the measure that gives this column",
         )
     finite = np.isfinite(samples["loss"].to_numpy("float64")) & np.isfinite(
         samples["grad_norm"].to_numpy("float64")
@@ -249,7 +248,7 @@ def require_comparable(
         {key: ours[key] for key in keys},
         f"the reference {source} was measured with something else, and its scores can't be compared with"
         " these",
-        next_step=(
+        hint=(
             "run psgrad analyze on the trusted samples again, or give them as analyze.outliers.reference.data"
         ),
     )

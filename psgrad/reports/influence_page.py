@@ -72,7 +72,7 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
     return render_template(
         "influence.html",
         **about | {"facts": [*fit_facts(result), *about["facts"]]},
-        **next_step(result),
+        **hint(result),
         title=title_of(manifest, "Which training examples made the model do this?"),
         result=result,
         headline=headline(result),
@@ -214,7 +214,7 @@ def coverage_words(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def next_step(result: InfluenceResult) -> dict[str, Any]:
+def hint(result: InfluenceResult) -> dict[str, Any]:
     """Which rows can be removed, what that is predicted to change, and what was measured about such
     predictions, by the names in the template.
     """

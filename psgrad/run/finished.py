@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from psgrad.errors import DataError
+from psgrad.errors import DataError, one_line
 from psgrad.run.folders import MANIFEST, MEASURES, RunFolder, file_name, manifest_of
 from psgrad.run.results import AnalyzeResult, CheckResult, MeasureResult, TopSample
 from psgrad.run.results.check import check_content
@@ -50,10 +50,8 @@ def require_there(names: Sequence[str], needed: Sequence[str], path: Path) -> No
     missing = [name for name in needed if name not in names]
     if missing:
         raise DataError(
-            f"{path} has no column {', '.join(missing)}",
-            expected="the table as psgrad analyze writes it",
-            cause="an older psgrad wrote it, or it was changed",
-            next_step="run psgrad analyze again",
+            f"{path} has no column {', '.join(missing)}; expected the table as psgrad analyze writes it",
+            hint="an older psgrad wrote it, or it was changed; run psgrad analyze again",
         )
 
 
@@ -72,10 +70,8 @@ def require_typed(frame: pd.DataFrame, path: Path) -> None:
     for name, (is_kind, what) in expected.items():
         if name in frame and not is_kind(frame[name]):
             raise DataError(
-                f"the column {name} of {path} is of type {frame[name].dtype}",
-                expected=what,
-                cause="the table was changed after the run",
-                next_step="run psgrad analyze again",
+                one_line(f"the column {name} of {path} is of type {frame[name].dtype}", "expected " + (what)),
+                hint="the table was changed after the run; run psgrad analyze again",
             )
 
 
@@ -97,9 +93,9 @@ def read_check(folder: Path) -> CheckResult | None:
         return read(CheckResult, {**about, "findings": [json.loads(line) for line in lines]}, CHECK)
     except (OSError, ValueError, TypeError, DataError) as error:
         raise DataError(
-            f"the findings in {folder} can't be read: {type(error).__name__}: {str(error)[:200]}",
-            expected=f"{CHECK} and {FINDINGS} as psgrad wrote them",
-            next_step=f"psgrad check {folder} writes them again",
+            f"the findings in {folder} can't be read: {type(error).__name__}: {str(error)[:200]}; expected"
+            f" {CHECK} and {FINDINGS} as psgrad wrote them",
+            hint=f"psgrad check {folder} writes them again",
         ) from error
 
 
@@ -135,21 +131,20 @@ def finished_manifest(folder: Path, commands: Sequence[str] = ("analyze",)) -> R
     content = manifest_of(folder)
     if content is None:
         raise DataError(
-            f"{folder} holds no run of psgrad",
-            expected="the folder of a finished psgrad analyze: its `output`",
-            cause="another folder was meant, or the run has not begun",
+            f"{folder} holds no run of psgrad; expected the folder of a finished psgrad analyze: its"
+            " `output`",
+            hint="another folder was meant, or the run has not begun",
         )
     manifest = read_manifest(content, folder / MANIFEST)
     if manifest.command not in commands:
         raise DataError(
-            f"the run in {folder} is one of psgrad {manifest.command}",
-            expected=f"a run of psgrad {' or '.join(commands)}",
+            f"the run in {folder} is one of psgrad {manifest.command}; expected a run of psgrad"
+            f" {' or '.join(commands)}",
         )
     if manifest.state != "finished":
         raise DataError(
-            f"the run in {folder} is not finished: its state is {manifest.state}",
-            expected="a finished run",
-            next_step="psgrad analyze CONFIG --resume goes on with it",
+            f"the run in {folder} is not finished: its state is {manifest.state}; expected a finished run",
+            hint="psgrad analyze CONFIG --resume goes on with it",
         )
     return manifest
 
@@ -207,8 +202,6 @@ def _arrays(path: Path) -> dict[str, Array]:
 
 def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(
-        f"{path} can't be read: {first_line(error)}",
-        expected="the file as psgrad analyze wrote it",
-        cause="it was changed or cut short after the run",
-        next_step="run psgrad analyze again",
+        f"{path} can't be read: {first_line(error)}; expected the file as psgrad analyze wrote it",
+        hint="it was changed or cut short after the run; run psgrad analyze again",
     )

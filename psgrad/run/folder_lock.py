@@ -38,9 +38,9 @@ class FolderLock:
         if not free:
             self.release()
             raise OutputExistsError(
-                f"a run that is going on writes to the folder {folder}",
-                expected="a folder that no other process writes to",
-                next_step="wait until that run has ended, or choose another folder",
+                f"a run that is going on writes to the folder {folder}; expected a folder that no other"
+                " process writes to",
+                hint="wait until that run has ended, or choose another folder",
             )
 
     def release(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from psgrad.errors import OutputError, OutputExistsError
+from psgrad.errors import OutputError, OutputExistsError, one_line
 from psgrad.run import durable_files
 from psgrad.run.folder_lock import FolderLock, require_unlocked
 from psgrad.run.ledger_lines import has_begun
@@ -129,7 +129,8 @@ class RunFolder:
                 return
             if not path.is_dir():
                 raise OutputExistsError(
-                    f"the output {path} exists and is not a folder", next_step="choose another --output"
+                    f"the output {path} exists and is not a folder",
+                    hint="choose another --output",
                 )
             # A run that was killed while it wrote its first file leaves the beginning of that file.
             if set(path.iterdir()) <= set(durable_files.leftovers_of(path / MANIFEST)):
@@ -138,36 +139,34 @@ class RunFolder:
             raise _unusable(path, error) from error
         if manifest_of(path) is None:
             raise OutputExistsError(
-                f"the output folder {path} is not empty and does not hold a psgrad run",
-                expected="a new or empty folder, or the folder of an earlier run",
-                next_step="choose another --output; --overwrite replaces earlier runs only",
+                f"the output folder {path} is not empty and does not hold a psgrad run; expected a new or"
+                " empty folder, or the folder of an earlier run",
+                hint="choose another --output; --overwrite replaces earlier runs only",
             )
         if ledger_lost(path):
             raise OutputExistsError(
-                f"the output folder {path} holds a checkpoint of a private run, and the ledger that paid for"
-                " it is gone",
-                expected="a new or empty folder",
-                cause=(
-                    f"{LEDGER} was removed or emptied: a checkpoint is written after the ledger has begun, so"
-                    " something may be spent"
+                f"the output folder {path} holds a checkpoint of a private run, and the ledger that paid"
+                " for it is gone; expected a new or empty folder",
+                hint=(
+                    f"{LEDGER} was removed or emptied: a checkpoint is written after the ledger has"
+                    " begun, so something may be spent; put the ledger back, or choose another"
+                    " --output, or delete the folder by hand"
                 ),
-                next_step=("put the ledger back, or choose another --output, or delete the folder by hand"),
             )
         if has_begun(path / LEDGER):
             raise OutputExistsError(
-                f"the output folder {path} holds the ledger of a private run",
-                expected="a new or empty folder, or --resume to go on with that run",
-                cause=(
-                    "a ledger is the only record of the privacy that was spent on these data, and --overwrite"
-                    " never removes one"
+                f"the output folder {path} holds the ledger of a private run; expected a new or empty"
+                " folder, or --resume to go on with that run",
+                hint=(
+                    "a ledger is the only record of the privacy that was spent on these data, and"
+                    " --overwrite never removes one; choose another --output, or go on with --resume,"
+                    " or delete the folder by hand"
                 ),
-                next_step=("choose another --output, or go on with --resume, or delete the folder by hand"),
             )
         if not overwrite:
             raise OutputExistsError(
-                f"the output folder {path} holds an earlier run",
-                expected="a new or empty folder",
-                next_step="choose another --output, or replace the earlier run with --overwrite",
+                f"the output folder {path} holds an earlier run; expected a new or empty folder",
+                hint="choose another --output, or replace the earlier run with --overwrite",
             )
         require_unlocked(path)
 
@@ -280,14 +279,16 @@ class RunFolder:
         if error.errno not in durable_files.NO_SPACE:
             return OutputError(
                 f"{target} can't be written: {error.strerror or error}",
-                next_step="check the folder and its permissions",
+                hint="check the folder and its permissions",
             )
         what_is_kept = self._kept()
         return OutputError(
-            f"the disk is full or over quota: {target} can't be written ({error.strerror})",
-            expected=f"{wanted:,} free bytes for this file",
-            cause=f"no space; what was written before is whole{f': {what_is_kept}' if what_is_kept else ''}",
-            next_step=self.after_more_space,
+            f"the disk is full or over quota: {target} can't be written ({error.strerror}); expected"
+            f" {wanted:,} free bytes for this file",
+            hint=one_line(
+                f"no space; what was written before is whole{f': {what_is_kept}' if what_is_kept else ''}",
+                self.after_more_space,
+            ),
         )
 
     def _kept(self) -> str:
@@ -312,9 +313,9 @@ def file_name(name: str) -> str:
 
 def _unusable(path: Path, error: OSError) -> OutputError:
     return OutputError(
-        f"the output folder {path} can't be made: {error.strerror or error}",
-        expected="a place where folders and files can be written",
-        next_step="choose another --output",
+        f"the output folder {path} can't be made: {error.strerror or error}; expected a place where"
+        " folders and files can be written",
+        hint="choose another --output",
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from psgrad import __version__
-from psgrad.errors import OutputError, OutputExistsError
+from psgrad.errors import OutputError, OutputExistsError, one_line
 from psgrad.run import durable_files, index_files
 from psgrad.run.folder_lock import FolderLock
 from psgrad.run.index_files import Arrays
@@ -114,21 +114,19 @@ class GradientIndex:
             if path.is_dir() and not _only_leftovers(path):
                 if not _is_index(path / DESCRIPTION):
                     raise OutputExistsError(
-                        f"the index folder {path} is not empty and does not hold an index",
-                        expected="a new or empty folder, or the folder of an earlier index",
-                        next_step="choose another influence.index.path",
+                        f"the index folder {path} is not empty and does not hold an index; expected a new"
+                        " or empty folder, or the folder of an earlier index",
+                        hint="choose another influence.index.path",
                     )
                 if not overwrite:
                     raise OutputExistsError(
-                        f"the index folder {path} holds an index",
-                        expected="a new or empty folder",
-                        next_step=f"go on with it: {_RESUME}; or replace it with --overwrite",
+                        f"the index folder {path} holds an index; expected a new or empty folder",
+                        hint=f"go on with it: {_RESUME}; or replace it with --overwrite",
                     )
             elif path.exists() and not path.is_dir():
                 raise OutputExistsError(
-                    f"the index {path} is a file",
-                    expected="a folder",
-                    next_step="choose another influence.index.path",
+                    f"the index {path} is a file; expected a folder",
+                    hint="choose another influence.index.path",
                 )
         except OSError as error:
             raise _not_writable(path, error) from error
@@ -196,15 +194,15 @@ class GradientIndex:
         """A finished index. Raises OutputError if there is none, or an unfinished one."""
         if not (path / DESCRIPTION).exists():
             raise OutputError(
-                f"there is no index in {path}", next_step="build it: psgrad influence index CONFIG"
+                f"there is no index in {path}",
+                hint="build it: psgrad influence index CONFIG",
             )
         index = cls._read(path)
         if missing := index.unwritten():
             files = len(index._files())
             raise OutputError(
                 f"the index {path} is half built: {files - len(missing)} of {files} files are written",
-                cause="its building was interrupted, or goes on",
-                next_step=_RESUME,
+                hint=one_line("its building was interrupted, or goes on", _RESUME),
             )
         return index
 
@@ -216,15 +214,16 @@ class GradientIndex:
                 raise ValueError("it is no index's")
             if content.pop("format", None) != FORMAT:
                 raise OutputError(
-                    f"the index {path} was built by another version of psgrad", next_step=_OVERWRITE
+                    f"the index {path} was built by another version of psgrad",
+                    hint=_OVERWRITE,
                 )
             content.pop("version", None)  # for people
             return cls(path, content, [Shard.read(each) for each in content.pop(_SHARDS)])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise OutputError(
-                f"{path / DESCRIPTION} can't be read: {getattr(error, 'strerror', None) or error}",
-                expected="the description that psgrad wrote when the index was begun",
-                next_step="build the index again in another folder",
+                f"{path / DESCRIPTION} can't be read: {getattr(error, 'strerror', None) or error};"
+                " expected the description that psgrad wrote when the index was begun",
+                hint="build the index again in another folder",
             ) from error
 
     def _write_description(self) -> None:
@@ -252,7 +251,7 @@ class GradientIndex:
         if lost:
             raise OutputError(
                 f"{self.file(*lost[0])} is gone, and some of its rows are no more in the data",
-                next_step=_OVERWRITE,
+                hint=_OVERWRITE,
             )
         return missing
 
@@ -267,7 +266,7 @@ class GradientIndex:
     def write(self, checkpoint: int, shard: int | None, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a shard, or the sums, all at once. Raises OutputError, and leaves no part of it."""
         target = self.file(checkpoint, shard)
-        index_files.write(target, arrays, self._seal(shard), next_step=f"free some space, then {_RESUME}")
+        index_files.write(target, arrays, self._seal(shard), hint=f"free some space, then {_RESUME}")
 
     def read(self, checkpoint: int, shard: int | None) -> Arrays:
         """All arrays of a file."""
@@ -330,7 +329,7 @@ class GradientIndex:
         if not path.exists():
             return False
         with self._opened(checkpoint, shard) as file:
-            index_files.require_as_written(path, file, next_step=f"delete it, then {_RESUME}")
+            index_files.require_as_written(path, file, hint=f"delete it, then {_RESUME}")
         return True
 
     def _seal(self, shard: int | None) -> str:
@@ -338,7 +337,7 @@ class GradientIndex:
 
     def _opened(self, checkpoint: int, shard: int | None) -> Any:
         path = self.file(checkpoint, shard)
-        return index_files.opened(path, self._seal(shard), next_step=f"delete it, then {_RESUME}")
+        return index_files.opened(path, self._seal(shard), hint=f"delete it, then {_RESUME}")
 
     def _remove_files(self) -> None:
         """Remove the files of an earlier index, and those of a killed process."""
@@ -365,9 +364,9 @@ def _only_leftovers(path: Path) -> bool:
 
 def _not_writable(path: Path, error: OSError) -> OutputError:
     return OutputError(
-        f"the index {path} can't be written: {error.strerror or error}",
-        expected="a place where folders and files can be written",
-        next_step="choose another influence.index.path",
+        f"the index {path} can't be written: {error.strerror or error}; expected a place where folders and"
+        " files can be written",
+        hint="choose another influence.index.path",
     )
 
 

@@ -284,7 +284,7 @@ def require_same(
     now: Mapping[str, Any],
     said: str,
     *,
-    next_step: str,
+    hint: str,
     show: bool = True,
     raises: type[PsgradError] = ConfigError,
 ) -> None:
@@ -303,7 +303,7 @@ def require_same(
         lines = [f"{name} was {_shortened(was)} and is {_shortened(found)}" for name, was, found in changed]
         words = "; ".join(lines[:_LISTED])
         words += f"; and {len(lines) - _LISTED} more" if len(lines) > _LISTED else ""
-    raise raises(f"{said}: {words}", next_step=next_step)
+    raise raises(f"{said}: {words}", hint=hint)
 
 
 def _shortened(value: Any) -> str:

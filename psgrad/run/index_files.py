@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from psgrad.errors import OutputError
+from psgrad.errors import OutputError, one_line
 from psgrad.run import durable_files
 from psgrad.run.identity import differences, require_same
 
@@ -30,10 +30,10 @@ _DTYPES = {
 Arrays = dict[str, np.ndarray]
 
 
-def write(target: Path, arrays: Mapping[str, np.ndarray], seal: str, next_step: str) -> None:
+def write(target: Path, arrays: Mapping[str, np.ndarray], seal: str, hint: str) -> None:
     """Write a file all at once. Raises OutputError, and leaves no part of it.
 
-    seal: the hash of the index. next_step: where there is no space.
+    seal: the hash of the index. hint: where there is no space.
     """
     whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     # One entry: safetensors writes several in any order, and the bytes of equal indexes would differ.
@@ -46,30 +46,32 @@ def write(target: Path, arrays: Mapping[str, np.ndarray], seal: str, next_step: 
     except OSError as error:
         full = error.errno in durable_files.NO_SPACE
         raise OutputError(
-            f"{target} can't be written: {error.strerror or error}",
-            expected=f"{len(data):,} free bytes for this file" if full else None,
-            cause="no space; the shards that were written before are whole" if full else None,
-            next_step=next_step if full else "check the folder and its permissions",
+            one_line(
+                f"{target} can't be written: {error.strerror or error}",
+                f"expected {len(data):,} free bytes for this file" if full else None,
+            ),
+            hint=one_line(
+                "no space; the shards that were written before are whole" if full else None,
+                hint if full else "check the folder and its permissions",
+            ),
         ) from error
 
 
-def opened(path: Path, seal: str, next_step: str) -> Any:
+def opened(path: Path, seal: str, hint: str) -> Any:
     """A handle of a file. Raises OutputError for one that can't be read, or is of another index."""
     try:
         file: Any = safe_open(path, framework="numpy")
         own = (file.metadata() or {}).get(SEAL, "").partition(" ")[0] == seal
     except (OSError, SafetensorError) as error:
         raise OutputError(
-            f"{path} can't be read: {getattr(error, 'strerror', None) or error}",
-            expected="a file that psgrad wrote",
-            cause="the file was cut short or changed",
-            next_step=next_step,
+            f"{path} can't be read: {getattr(error, 'strerror', None) or error}; expected a file that"
+            " psgrad wrote",
+            hint=one_line("the file was cut short or changed", hint),
         ) from error
     if not own:
         raise OutputError(
             f"{path} is of another index",
-            cause="it was copied here, or left by one",
-            next_step=next_step,
+            hint=one_line("it was copied here, or left by one", hint),
         )
     return file
 
@@ -79,14 +81,13 @@ def arrays_of(file: Any) -> Arrays:
     return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, no dict)
 
 
-def require_as_written(path: Path, file: Any, next_step: str) -> None:
+def require_as_written(path: Path, file: Any, hint: str) -> None:
     """Raises OutputError for an open file with other numbers than were written."""
     if digest_of(arrays_of(file)) != file.metadata()[SEAL].rpartition(" ")[2]:
         raise OutputError(
-            f"{path} holds other numbers than were written",
-            expected="the numbers that its own hash was made of",
-            cause="a damaged disk, or a file that was changed",
-            next_step=next_step,
+            f"{path} holds other numbers than were written; expected the numbers that its own hash was"
+            " made of",
+            hint=one_line("a damaged disk, or a file that was changed", hint),
         )
 
 
@@ -143,7 +144,7 @@ def require_same_index(path: Path, expected: Mapping[str, Any], actual: Mapping[
         there,
         expected,
         f"the index {path} is of something else",
-        next_step=(
+        hint=(
             f"{follow}put them back, or build an index of its own in another folder (influence.index.path),"
             " or with --overwrite"
         ),

@@ -21,12 +21,13 @@ def require_file(path: Path, what: str, unusable: type[PsgradError]) -> Path:
     """
     if path.is_dir():
         raise ConfigError(
-            f"the {what} {path} is a folder", expected="a file", next_step="name the file inside it"
+            f"the {what} {path} is a folder; expected a file",
+            hint="name the file inside it",
         )
     if not path.exists():
         raise ConfigError(
             f"there is no {what} {path}",
-            next_step="check the path; it is relative to the config file's folder",
+            hint="check the path; it is relative to the config file's folder",
         )
     require_regular(path, what)
     try:
@@ -35,12 +36,14 @@ def require_file(path: Path, what: str, unusable: type[PsgradError]) -> Path:
     except OSError as error:
         raise unusable(f"the {what} {path} can't be read: {error.strerror}") from error
     if not head:
-        raise unusable(f"the {what} {path} is empty", cause="an interrupted copy or download")
+        raise unusable(
+            f"the {what} {path} is empty",
+            hint="an interrupted copy or download",
+        )
     if head == _LFS_POINTER:
         raise unusable(
             f"the {what} {path} is a git-lfs pointer, not the file itself",
-            cause="the repository was cloned without git-lfs",
-            next_step=f"run `git lfs pull` in {path.parent}",
+            hint=f"the repository was cloned without git-lfs; run `git lfs pull` in {path.parent}",
         )
     return path
 
@@ -69,9 +72,9 @@ def require_unchanged(stamps: Iterable[Stamp]) -> None:
     for stamp in stamps:
         if Stamp.of(stamp.path) != stamp:
             raise DataError(
-                f"the file {stamp.path} was changed while the run read it",
-                expected="the same rows in all passes",
-                next_step="put the file back and go on with --resume, or begin anew with --overwrite",
+                f"the file {stamp.path} was changed while the run read it; expected the same rows in all"
+                " passes",
+                hint="put the file back and go on with --resume, or begin anew with --overwrite",
             )
 
 

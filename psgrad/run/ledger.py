@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from psgrad.errors import LedgerError
+from psgrad.errors import LedgerError, one_line
 from psgrad.run import durable_files
 from psgrad.run.ledger_lines import (
     FORMAT,
@@ -80,9 +80,8 @@ class Ledger(LedgerLines):
         try:
             if content.lines:
                 raise LedgerError(
-                    f"{path} is the ledger of an earlier run",
-                    expected="a place without one",
-                    next_step="go on with that run (--resume), or choose another --output",
+                    f"{path} is the ledger of an earlier run; expected a place without one",
+                    hint="go on with that run (--resume), or choose another --output",
                 )
             ledger._begin(header, content)
         except BaseException:
@@ -153,8 +152,10 @@ class Ledger(LedgerLines):
             if seen is not None and seen.digests != content.digests:
                 raise LedgerError(
                     f"the ledger {path} changed while this run was getting ready",
-                    cause="another process went on with the run and has ended since",
-                    next_step="resume again: it goes on from there",
+                    hint=(
+                        "another process went on with the run and has ended since; resume again: it"
+                        " goes on from there"
+                    ),
                 )
             ledger._write(RESUME, _without_own_keys(note), content)
         except BaseException:
@@ -223,7 +224,10 @@ class Ledger(LedgerLines):
 
     def _begin(self, header: Mapping[str, Any], content: LedgerContent) -> None:
         if not is_torn_header(content.unfinished):
-            raise LedgerError(f"{self.path} exists and is not a ledger", next_step="choose another place")
+            raise LedgerError(
+                f"{self.path} exists and is not a ledger",
+                hint="choose another place",
+            )
         self._write(HEADER, {"tool": "psgrad", "format": FORMAT, **_without_own_keys(header)}, content)
 
     def _read_on(self) -> LedgerContent:
@@ -271,11 +275,10 @@ class Ledger(LedgerLines):
             return
         raise LedgerError(
             f"the ledger {self.path} can't be written any more",
-            cause=(
-                "it was closed, or an earlier line could not be written, and what of it is on the disk is"
-                " not known"
+            hint=(
+                "it was closed, or an earlier line could not be written, and what of it is on the disk"
+                " is not known; end this run, and go on with --resume"
             ),
-            next_step="end this run, and go on with --resume",
         )
 
     def _require_as_left(self, longer: bool = False) -> None:
@@ -290,12 +293,11 @@ class Ledger(LedgerLines):
         size = max(ours.st_size, self._size) if longer else self._size
         if (ours.st_dev, ours.st_ino, ours.st_size) != (there.st_dev, there.st_ino, size):
             raise LedgerError(
-                f"the ledger {self.path} was changed or replaced while the run was writing to it",
-                expected=f"the {self._size:,} bytes that this run left there",
-                cause="another program wrote to it, moved it or restored a copy",
-                next_step=(
-                    "nothing was released for this step; put the ledger back as it was, and go on with"
-                    " --resume"
+                f"the ledger {self.path} was changed or replaced while the run was writing to it; expected"
+                f" the {self._size:,} bytes that this run left there",
+                hint=(
+                    "another program wrote to it, moved it or restored a copy; nothing was released for"
+                    " this step; put the ledger back as it was, and go on with --resume"
                 ),
             )
 
@@ -319,9 +321,9 @@ def _open(path: Path, flags: int, alone: bool) -> int:
         if not isinstance(error, BlockingIOError):
             raise unreadable(path, error) from error
         raise LedgerError(
-            f"another process is writing to the ledger {path}",
-            expected="one process at a time: two would spend the same budget twice",
-            next_step="wait until that run has ended, or choose another --output",
+            f"another process is writing to the ledger {path}; expected one process at a time: two would"
+            " spend the same budget twice",
+            hint="wait until that run has ended, or choose another --output",
         ) from None
     return descriptor
 
@@ -336,15 +338,17 @@ def _without_own_keys(content: Mapping[str, Any]) -> dict[str, Any]:
 def _unwritten(path: Path, error: OSError, wanted: int) -> LedgerError:
     full = error.errno in durable_files.NO_SPACE
     return LedgerError(
-        (
+        one_line(
             f"the disk is full or over quota: the ledger {path} can't be written ({error.strerror})"
             if full
-            else f"the ledger {path} can't be written: {error.strerror or error}"
+            else f"the ledger {path} can't be written: {error.strerror or error}",
+            f"expected {wanted:,} free bytes for one line" if full else None,
         ),
-        expected=f"{wanted:,} free bytes for one line" if full else None,
-        cause=(
-            "what the line pays for was not released: a step is written down before anything of it is shown"
+        hint=(
+            one_line(
+                "what the line pays for was not released: a step is written down before it is shown",
+                ("free some space" if full else "check the folder and its disk")
+                + ", and go on with --resume",
+            )
         ),
-        next_step=("free some space" if full else "check the folder and its disk")
-        + ", and go on with --resume",
     )

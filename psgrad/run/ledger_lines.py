@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from psgrad.errors import LedgerError
+from psgrad.errors import LedgerError, one_line
 from psgrad.run.identity import require_same
 
 FORMAT = 1
@@ -97,9 +97,8 @@ def parse(
             raise _damaged(path, number, f"is a {line['kind']} line, which has no place there")
         if line["kind"] == HEADER and line.get("format") != FORMAT:
             raise LedgerError(
-                f"the ledger {path} is of format {line.get('format')}",
-                expected=f"format {FORMAT}",
-                next_step="read it with a newer psgrad",
+                f"the ledger {path} is of format {line.get('format')}; expected format {FORMAT}",
+                hint="read it with a newer psgrad",
             )
         lines.append(line)
         digests.append(hashlib.sha256(raw if raw.endswith(b"\n") else raw + b"\n").hexdigest())
@@ -156,8 +155,10 @@ def require_begun(content: LedgerContent) -> None:
     if not content.lines:
         raise LedgerError(
             f"the ledger {content.path} has no header",
-            cause="the run was killed before its first step; nothing was spent or released",
-            next_step="begin the run again with --overwrite, without --resume",
+            hint=(
+                "the run was killed before its first step; nothing was spent or released; begin the run"
+                " again with --overwrite, without --resume"
+            ),
         )
 
 
@@ -178,10 +179,15 @@ def require_mark(content: LedgerContent, mark: Mapping[str, Any] | None) -> None
     else:
         return
     raise LedgerError(
-        actual,
-        expected="the ledger that paid for the checkpoint: with another one the epsilon would be too small",
-        cause="the ledger or the checkpoint was replaced by a copy, or edited",
-        next_step="put back the ledger that belongs to the checkpoint",
+        one_line(
+            actual,
+            "expected "
+            + ("the ledger that paid for the checkpoint: with another one the epsilon would be too small"),
+        ),
+        hint=(
+            "the ledger or the checkpoint was replaced by a copy, or edited; put back the ledger that"
+            " belongs to the checkpoint"
+        ),
     )
 
 
@@ -198,7 +204,7 @@ def require_same_run(
         expected,
         f"{what} is that of another run",
         show=show,
-        next_step=(
+        hint=(
             "go on with what the run began with, as what was spent on one can't be carried over to another;"
             " or begin a run of its own with another --output"
         ),
@@ -207,16 +213,18 @@ def require_same_run(
 
 def unreadable(path: Path, error: OSError) -> LedgerError:
     return LedgerError(
-        f"the ledger {path} can't be opened: {error.strerror or error}",
-        expected="the ledger of a private run, or a budget, on a file system that can lock files",
-        next_step="check the path and its permissions",
+        f"the ledger {path} can't be opened: {error.strerror or error}; expected the ledger of a private"
+        " run, or a budget, on a file system that can lock files",
+        hint="check the path and its permissions",
     )
 
 
 def _damaged(path: Path, number: int, what: str) -> LedgerError:
     return LedgerError(
-        f"the ledger {path} is damaged: line {number:,} {what}",
-        expected="lines as psgrad wrote them, each with the SHA-256 of the one before it",
-        cause="the file was edited, or lines were lost; an epsilon computed from the rest would be too small",
-        next_step="put back the whole ledger; a run whose ledger is lost has no privacy guarantee",
+        f"the ledger {path} is damaged: line {number:,} {what}; expected lines as psgrad wrote them, each"
+        " with the SHA-256 of the one before it",
+        hint=(
+            "the file was edited, or lines were lost; an epsilon computed from the rest would be too"
+            " small; put back the whole ledger; a run whose ledger is lost has no privacy guarantee"
+        ),
     )

@@ -57,16 +57,18 @@ class PrivateRunFolder(RunFolder):
         manifest = manifest_of(path)
         if manifest is None:
             raise ConfigError(
-                f"there is no run to resume in {path}",
-                expected="the folder of an earlier `psgrad dp-step`",
-                next_step="check --output, or begin a run without --resume",
+                f"there is no run to resume in {path}; expected the folder of an earlier `psgrad dp-step`",
+                hint="check --output, or begin a run without --resume",
             )
         if ledger_lost(path):
             raise LedgerError(
-                f"the ledger {path / LEDGER} is gone, and {path / CHECKPOINT} is that of a run that had one",
-                expected="the ledger that paid for the checkpoint: without it, what was spent is unknown",
-                cause="the file was removed or emptied",
-                next_step="put the whole ledger back; a run whose ledger is lost has no privacy guarantee",
+                f"the ledger {path / LEDGER} is gone, and {path / CHECKPOINT} is that of a run that had"
+                " one; expected the ledger that paid for the checkpoint: without it, what was spent is"
+                " unknown",
+                hint=(
+                    "the file was removed or emptied; put the whole ledger back; a run whose ledger is"
+                    " lost has no privacy guarantee"
+                ),
             )
         if not has_begun(path / LEDGER):
             command = manifest.get("command", "dp-step")
@@ -74,9 +76,9 @@ class PrivateRunFolder(RunFolder):
             if command == "dp-step":
                 began = "which was killed before its first step, so that nothing was spent"
             raise ConfigError(
-                f"the run in {path} can't be resumed: it is one of `psgrad {command}`, {began}",
-                expected=f"a run with a ledger in {LEDGER}",
-                next_step="begin a run without --resume, there with --overwrite or with another --output",
+                f"the run in {path} can't be resumed: it is one of `psgrad {command}`, {began}; expected a"
+                f" run with a ledger in {LEDGER}",
+                hint="begin a run without --resume, there with --overwrite or with another --output",
             )
         return cls(path)
 
@@ -128,10 +130,12 @@ class PrivateRunFolder(RunFolder):
                 raise ValueError("it is no JSON object")
         except (OSError, ValueError) as error:
             raise OutputError(
-                f"{path} can't be read: {getattr(error, 'strerror', None) or error}",
-                expected="what the run wrote down of the data, by which they are known again",
-                cause="the private folder was removed or cleaned, or the file was changed",
-                next_step="put the file back, or begin a run of its own with another --output",
+                f"{path} can't be read: {getattr(error, 'strerror', None) or error}; expected what the run"
+                " wrote down of the data, by which they are known again",
+                hint=(
+                    "the private folder was removed or cleaned, or the file was changed; put the file"
+                    " back, or begin a run of its own with another --output"
+                ),
             ) from error
         return content
 

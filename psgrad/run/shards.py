@@ -138,10 +138,11 @@ class Shards:
 def part_of_another_run(file: Path) -> DataError:
     """The error for a file of a part that lies in the folder of another run."""
     return DataError(
-        f"{file} is of another run",
-        expected="parts of one config, model and dataset",
-        cause="the files of another run were copied into this folder",
-        next_step=f"remove {file.parent}, and run that part again",
+        f"{file} is of another run; expected parts of one config, model and dataset",
+        hint=(
+            f"the files of another run were copied into this folder; remove {file.parent}, and run that"
+            " part again"
+        ),
     )
 
 

@@ -186,5 +186,5 @@ def test_a_plan_goes_with_no_option_of_a_run(config: Path, install: Install, run
     assert (code, out) == (2, "")
     assert err.splitlines() == [
         f"error: --plan was given together with {option}",
-        "  next step: leave one of them out",
+        "  hint: leave one of them out",
     ]

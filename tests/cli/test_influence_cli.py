@@ -178,7 +178,7 @@ def test_an_evaluation_ranks_nothing(option: list[str], config: Path, stage: Sta
     code, out, err = run("influence", config, "--evaluate", "lds", *option)
     assert code == 2
     assert f"--evaluate was given together with {option[0]}" in err
-    assert "next step: leave one of them out" in err
+    assert "hint: leave one of them out" in err
     assert out == ""
     assert not stage.calls
 

@@ -189,7 +189,7 @@ def test_a_file_in_the_way_of_the_folder(
     for place in ("file", "file/below"):
         assert run(monkeypatch, "init", tmp_path / place) in (2, 3)
         err = capfd.readouterr().err
-        assert "next step: name another folder" in err
+        assert "hint: name another folder" in err
         assert "Traceback" not in err
 
 
@@ -200,7 +200,7 @@ def test_a_kind_is_no_folder(
     assert run(monkeypatch, "init", Path("tabular")) == 2
     err = capfd.readouterr().err
     assert "names a folder, and tabular is a kind of samples" in err
-    assert "next step: psgrad init --kind tabular, or a folder of another name" in err
+    assert "hint: psgrad init --kind tabular, or a folder of another name" in err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -52,5 +52,5 @@ def test_a_pattern_that_fits_nothing_is_reported(ops) -> None:
     assert code == 2
     assert out == ""
     assert "softmacks" in err
-    assert "next step" in err
+    assert "hint" in err
     assert "Traceback" not in err

@@ -296,7 +296,7 @@ def test_an_index_is_not_replaced_unasked(place: InfluenceWorkplace) -> None:
 
 
 def test_building_without_an_index_in_the_config_is_refused(place: InfluenceWorkplace) -> None:
-    place.index().refused(2, "the config has no influence.index", "expected: where the index is to be")
+    place.index().refused(2, "the config has no influence.index", "expected where the index is to be")
 
 
 def test_an_index_has_no_answer_by_methods_that_need_curvature(place: InfluenceWorkplace) -> None:

@@ -121,7 +121,7 @@ def test_influence_harmful_rows_are_a_list_with_predicted_changes(place: Evaluat
 
 
 @pytest.mark.sweep
-def test_influence_page_ends_in_a_next_step_with_measured_trust(place: EvaluationWorkplace) -> None:
+def test_influence_page_ends_in_a_hint_with_measured_trust(place: EvaluationWorkplace) -> None:
     place.section["groups"] = "doc"
 
     def page(*options: str) -> str:

@@ -261,7 +261,7 @@ def test_index_search_without_faiss(place: InfluenceWorkplace, monkeypatch: pyte
     place.influence().refused(
         2,
         "influence.index_search: approximate needs faiss, and there is no module faiss",
-        "expected: the library faiss, which finds neighbouring rows",
+        "expected the library faiss, which finds neighbouring rows",
         "psgrad was installed without its extra faiss",
         "pip install 'psgrad[faiss]'; or set influence.index_search: exact",
     )
@@ -286,7 +286,7 @@ def test_index_search_refuses(place: InfluenceWorkplace, options: tuple[str, ...
     place.influence(*options).refused(
         2,
         f"influence.index_search: approximate does not go with {what}",
-        "expected: one process that ranks the strongest rows of each query",
+        "expected one process that ranks the strongest rows of each query",
         f"set influence.index_search: exact, or leave {what} out",
     )
 

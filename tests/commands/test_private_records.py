@@ -103,7 +103,7 @@ def test_a_user_of_many_rows_is_refused_without_a_cap(private: PrivateWorkplace)
         user=np.array([0] * (rows - 1) + [1]),
     )
     private.privacy.update(unit={"column": "user"}, expected_batch_size=2)
-    private.refused(3, "the unit 0 has 1001 rows", "next step: set privacy.unit.max_rows")
+    private.refused(3, "the unit 0 has 1001 rows", "hint: set privacy.unit.max_rows")
     private.privacy["unit"]["max_rows"] = 8
     private.succeeded()
 

@@ -88,8 +88,8 @@ def test_text_task_runs_analyze_influence_and_dp_step_from_one_yaml(
     ("change", "words"),
     [
         ("", ("no problems found",)),
-        ("target: text", ("the label 'the cat sat on the mat' in row 0", "expected: one of dull, fine, odd")),
-        ("target: label, max_length: 5", ("has 8 tokens", "expected: at most 5")),
+        ("target: text", ("the label 'the cat sat on the mat' in row 0", "expected one of dull, fine, odd")),
+        ("target: label, max_length: 5", ("has 8 tokens", "expected at most 5")),
     ],
 )
 def test_validate_looks_at_texts(
@@ -120,4 +120,4 @@ def test_multi_label_head_needs_a_loss_of_several_labels(
     rows.write_text("\n".join(json.dumps({**line, "label": [line["label"]]}) for line in lines))
     outcome = run_command(monkeypatch, capfd, "analyze", str(path), "--no-report")
     assert outcome.code == (0 if said else 2), outcome.err
-    assert said or "expected: loss: bce_with_logits" in outcome.err
+    assert said or "expected loss: bce_with_logits" in outcome.err

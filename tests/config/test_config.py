@@ -313,7 +313,7 @@ def test_wrong_overrides_are_named(tmp_path: Path, override: str, expected: str)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "is empty\n  expected: the keys version, model"),
+        ("", "is empty; expected the keys version, model"),
         ("- 1", "holds a list"),
         ("a: [1", "config.yaml:1:6: not valid YAML"),
         ("a: 1\na: 2", "config.yaml:2:1: not valid YAML: the key 'a' is already given in line 1"),
@@ -344,7 +344,7 @@ def test_missing_file_directory_and_binary(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't be read"):
         load_config(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="expected: a YAML file in UTF-8"):
+    with pytest.raises(ConfigError, match="expected a YAML file in UTF-8"):
         load_config(tmp_path / "binary.yaml")
 
 

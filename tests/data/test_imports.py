@@ -62,8 +62,8 @@ def test_dataclasses_work_in_a_file(tmp_path: Path) -> None:
         ("missing/dir.py:build", "there is no file "),
         ("nowhere_at_all:build", "there is no module 'nowhere_at_all'"),
         ("json.nowhere:build", "there is no module 'json.nowhere'"),
-        ("json:laods", "json has no 'laods'\n  next step: did you mean loads?"),
-        ("json:__version__", "json:__version__ is of type str\n  expected: a function or a class"),
+        ("json:laods", "json has no 'laods'\n  hint: did you mean loads?"),
+        ("json:__version__", "json:__version__ is of type str; expected a function or a class"),
         ("json:decoder", "'decoder' in json:decoder is the module json.decoder, not a callable"),
         ("json:codecs.open", "is the module codecs, not a callable"),
     ],
@@ -130,7 +130,7 @@ def test_a_factory_that_raises_names_the_users_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "expected"),
     [
-        ({"widht": 3}, "missing a required argument: 'width'\n  expected: its arguments are width, depth"),
+        ({"widht": 3}, "missing a required argument: 'width'; expected its arguments are width, depth"),
         ({"width": 1, "dept": 3}, "got an unexpected keyword argument 'dept'"),
     ],
 )

@@ -92,7 +92,7 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
     ]
     message = error(tmp_path, "set")
     assert "data.split is missing: " in message
-    assert "has the splits train, test\n  expected: one of them, or a part such as train[:10%]" in message
+    assert "has the splits train, test; expected one of them, or a part such as train[:10%]" in message
     assert "has no rows 'tain'; did you mean train?" in error(tmp_path, "set", split="tain")
     assert "has no rows 'train[:x]'" in error(tmp_path, "set", split="train[:x]")
 
@@ -124,7 +124,7 @@ def test_an_id_that_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     message = error(tmp_path, "nobody/nothing", split="train")
     assert "data.dataset: nobody/nothing is not in the local cache of datasets" in message
-    assert "next step: set allow_download: true to download it" in message
+    assert "hint: set allow_download: true to download it" in message
 
 
 def test_a_cached_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_names_of_classes_are_numbered_as_in_class_names(tmp_path: Path, suffix:
     assert samples.targets.tolist() == [0, 2, 0]
     message = error(tmp_path, name, inputs="x", target="y", class_names=["dog", "catt"])
     assert "the label 'cat' in row 1" in message
-    assert ", 1 of 3 rows, is no class; did you mean catt?\n  expected: one of dog, catt" in message
+    assert ", 1 of 3 rows, is no class; did you mean catt?; expected one of dog, catt" in message
 
 
 @FORMATS
@@ -176,7 +176,7 @@ def test_the_length_of_a_column_and_inputs_by_keyword(tmp_path: Path, suffix: st
     assert (lengths.tolist(), lengths.dtype) == ([1, 3], torch.int64)
     assert scale.tolist() == [1.0, 0.5]
     message = error(tmp_path, name, inputs={"x": {"length_of": "s"}}, target="y")
-    assert "length_of: 's' is of type double\n  expected: a column of lists" in message
+    assert "length_of: 's' is of type double; expected a column of lists" in message
 
 
 # -- Stacks, weights, targets --------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_weights_are_the_last_input(tmp_path: Path, suffix: str) -> None:
     assert samples.weighted
     assert [x.tolist() for x in samples.take(np.array([1, 0])).inputs] == [[2, 1], [1.5, 0.5]]
     samples = load(tmp_path, name, "mse", inputs="x", target="y", weight="bad")
-    with pytest.raises(DataError, match=r"the weight 'bad' is -1 in row 1.*\n  expected: a finite number"):
+    with pytest.raises(DataError, match=r"the weight 'bad' is -1 in row 1.*; expected a finite number"):
         samples.read(0, 3)
 
 

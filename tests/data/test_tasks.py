@@ -45,7 +45,7 @@ def test_completion_cut_away_leaves_no_label(tmp_path: Path) -> None:
     assert (target_of(tmp_path, "causal-lm", [row], truncation="right", **options) == -100).all()
     assert (target_of(tmp_path, "causal-lm", [row], truncation="left", **options) != -100).any()
     said = refusal_of(DataError, tmp_path, "causal-lm", [row], **options)
-    assert "tokens\n  expected: at most 4, which is data.max_length" in said
+    assert "tokens; expected at most 4, which is data.max_length" in said
     assert "set data.truncation: right" in said
 
 
@@ -139,7 +139,7 @@ def test_chats_of_another_form_are_reported_how_to_rename_their_keys(tmp_path: P
     rows = [{"m": [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat"}]}]
     options = {"chat_template": CHAT_TEMPLATE}
     said = refusal_of(DataError, tmp_path, "causal-lm", rows, kind="gpt", options=options, messages="m")
-    assert "the messages in 'm' have the keys from, value\n  expected: role (system, user, assistant)" in said
+    assert "the messages in 'm' have the keys from, value; expected role (system, user, assistant)" in said
     assert "rename the keys: from is role, value is content" in said
 
 
@@ -204,7 +204,7 @@ def test_task_refuses_a_config(
         ("causal-lm", {"t": "half an emoji \ud83d"}, {"text": "t"}, "'t' holds half of a character"),
         ("masked-lm", {"t": "the [MASK] sat", "y": "the films sat"}, CLASSIFY, "one mask token stands for"),
         (TAGS, {"t": ["the", "cat"], "y": [0]}, CLASSIFY, "has 2 words and 1 labels"),
-        (TAGS, {"t": [], "y": []}, CLASSIFY, "expected: lists of words, or texts"),
+        (TAGS, {"t": [], "y": []}, CLASSIFY, "expected lists of words, or texts"),
         (TAGS, {"t": "the cat", "y": [0]}, CLASSIFY, "has 1 labels, and its text has 2 tokens"),
         (TAGS, {"t": "the cat", "y": [0, 1, 1]}, SHORT, "has 3 labels, and its text has 2 tokens"),
         *(
@@ -263,8 +263,8 @@ def test_labels_class_names_stand_in_for_names_that_nobody_gave(tmp_path: Path) 
     ("label", "words"),
     [
         ("finn", "'finn' in row 1 (ROWS, row 1), 1 of 2 rows, is no class; did you mean fine?"),
-        (3, "row 1 (ROWS, row 1) has the label 3\n  expected: a number from 0 to 2, or -100"),
-        (None, "row 1 (ROWS, row 1) has no label\n  expected: one of dull, fine, odd"),
+        (3, "row 1 (ROWS, row 1) has the label 3; expected a number from 0 to 2, or -100"),
+        (None, "row 1 (ROWS, row 1) has no label; expected one of dull, fine, odd"),
     ],
 )
 def test_label_outside_the_head_is_refused_with_its_row(label: object, words: str, tmp_path: Path) -> None:
@@ -291,14 +291,14 @@ def test_several_labels_become_ones_and_zeros(tmp_path: Path) -> None:
     assert target is not None
     assert torch.equal(target, torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 0]]))
     said = refusal_of(DataError, tmp_path, "sequence-classification", rows("odd"), **CLASSIFY)
-    assert "expected: lists of labels: the model's problem_type is multi_label_classification" in said
+    assert "expected lists of labels: the model's problem_type is multi_label_classification" in said
 
 
 def test_labels_class_names_in_another_order_than_the_models_are_refused(tmp_path: Path) -> None:
     task, names = "sequence-classification", ["odd", "fine", "dull"]
     said = refusal_of(ConfigError, tmp_path, task, rows("odd"), config=NAMED, class_names=names, **CLASSIFY)
     assert "data.class_names has 'odd' as class 0, and the model's config (id2label) as class 2" in said
-    assert "expected: the model's order: dull, fine, odd" in said
+    assert "expected the model's order: dull, fine, odd" in said
     others = samples_of(tmp_path, task, rows("odd"), class_names=["matt", "fine", "new"], **CLASSIFY)
     assert others.class_names == ("dull", "fine", "odd")
 

@@ -69,7 +69,7 @@ def test_rows_longer_than_the_models_positions_are_refused(
 ) -> None:
     config = {"architecture": architecture, "max_position_embeddings": 6, "pad_token_id": 0}
     said = refusal_of(DataError, tmp_path, "masked-lm", ROWS, text="t", config=config)
-    assert f"expected: at most {limit}, which is data.max_length or else what the model takes" in said
+    assert f"expected at most {limit}, which is data.max_length or else what the model takes" in said
     said = refusal_of(ConfigError, tmp_path, "masked-lm", ROWS, text="t", max_length=limit + 1)
     assert f"data.max_length is {limit + 1}, and the model has {limit} positions" in said
     fits = samples_of(tmp_path, "masked-lm", ROWS, text="t", truncation="right")
@@ -82,7 +82,7 @@ def test_tokens_beyond_the_models_vocabulary_are_refused(task: str, tmp_path: Pa
     options = {"target": "y"} if task != "causal-lm" else {}
     said = refusal_of(DataError, tmp_path, task, rows, text="t", config={"vocab_size": 9}, **options)
     assert f"row 0 ({tmp_path / 'rows.jsonl'}, row 0) has the token '" in said
-    assert "and the model has embeddings for 9 tokens\n  expected: token ids from 0 to 8" in said
+    assert "and the model has embeddings for 9 tokens; expected token ids from 0 to 8" in said
     assert "tokens that were added to the tokenizer and not to the model" in said
 
 

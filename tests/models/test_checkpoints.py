@@ -73,10 +73,10 @@ def test_torch_with_a_key(tmp_path: Path) -> None:
 
     assert same(read_state_dict(path, "ema"), TENSORS)
     with pytest.raises(
-        CheckpointError, match=r"is no state dict\n.*\n  next step: set model.state_dict_key .*: ema$"
+        CheckpointError, match=r"is no state dict\n.*\n  hint: set model.state_dict_key .*: ema$"
     ):
         read_state_dict(path)
-    with pytest.raises(ConfigError, match=r"has no 'best'\n  next step: set model.state_dict_key .*: ema$"):
+    with pytest.raises(ConfigError, match=r"has no 'best'\n  hint: set model.state_dict_key .*: ema$"):
         read_state_dict(path, "best")
     with pytest.raises(CheckpointError, match=r"'optimizer' in the checkpoint .* is no state dict"):
         read_state_dict(path, "optimizer")
@@ -266,7 +266,7 @@ def test_missing_empty_and_pointer_files(tmp_path: Path, name: str) -> None:
 def test_other_formats_are_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(torch_bytes(TENSORS))
     with pytest.raises(
-        ConfigError, match=r"has a suffix that psgrad does not read\n  expected: \.safetensors, "
+        ConfigError, match=r"has a suffix that psgrad does not read; expected \.safetensors, "
     ):
         read_state_dict(tmp_path / name)
 
@@ -280,7 +280,7 @@ def test_a_key_for_safetensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2)], {}, {1: torch.ones(2)}, {"a": 3}])
 def test_a_torch_file_without_a_state_dict(tmp_path: Path, value: object) -> None:
     torch.save(value, tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match="is no state dict\n  expected: tensors by name"):
+    with pytest.raises(CheckpointError, match="is no state dict; expected tensors by name"):
         read_state_dict(tmp_path / "model.pt")
 
 
@@ -447,5 +447,5 @@ def test_what_does_not_fit_is_listed_with_the_nearest_names() -> None:
         "      0.bias: [4] in the checkpoint, [2] in the model",
         "      1.weight: complex64 in the checkpoint, float32 in the model",
         "      1.num_batches_tracked: float32 in the checkpoint, int64 in the model",
-        "  likely cause: the factory's kwargs differ from those that the model was trained with",
+        "  hint: the factory's kwargs differ from those that the model was trained with",
     ]

@@ -125,7 +125,7 @@ def test_batch_norm_without_running_statistics_is_refused_in_eval_mode_too(folde
         ("frozen", "has only frozen parameters"),
         ("lazy", "the parameter 0.weight has no shape yet"),
         ("complex_", "the parameter weight is of type torch.complex64"),
-        ("float8", "the parameter weight is of type torch.float8_e4m3fn\n  expected: real floating-point"),
+        ("float8", "the parameter weight is of type torch.float8_e4m3fn; expected real floating-point"),
         ("meta", "the parameter weight is on the meta device"),
         ("fails", "the factory code.py:fails raised RuntimeError: no such width ("),
     ],

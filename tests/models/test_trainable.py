@@ -53,7 +53,7 @@ def test_a_pattern_thaws_what_the_factory_froze() -> None:
     [
         (["body.*", "haed.*"], "no parameter matches 'haed\\.\\*'; did you mean head\\.\\*\\?\\n  expected"),
         (["Head.*"], r"no parameter matches 'Head\.\*'; did you mean head\.\*\?"),
-        (["head"], "no parameter matches 'head'.*\\n.*\\n  next step: a pattern is matched with the whole"),
+        (["head"], "no parameter matches 'head'.*\\n.*\\n  hint: a pattern is matched with the whole"),
         (["head.wieght"], r"did you mean head\.weight\?"),
         (["zzz"], r"no parameter matches 'zzz'\n"),
         ([], "privacy.trainable chooses no parameter"),

@@ -149,14 +149,14 @@ def test_code_identity_of_a_class_from_elsewhere(folder: Path) -> None:
 
 def test_require_same_says_all_that_differs_by_dotted_names() -> None:
     then = {"model": {"kwargs": {"width": 3}}, "rows": [1, 2], "kept": None}
-    require_same(then, {"model": {"kwargs": {"width": 3}}, "rows": (1, 2)}, "the run", next_step="go on")
+    require_same(then, {"model": {"kwargs": {"width": 3}}, "rows": (1, 2)}, "the run", hint="go on")
     with pytest.raises(ConfigError) as caught:
-        require_same(then, {"model": {"kwargs": {"depth": 2}}, "rows": [1]}, "the run", next_step="go on")
+        require_same(then, {"model": {"kwargs": {"depth": 2}}, "rows": [1]}, "the run", hint="go on")
     assert str(caught.value).splitlines()[0] == (
         "the run: model.kwargs.width was 3 and is null; model.kwargs.depth was null and is 2; rows was"
         " [1, 2] and is [1]"
     )
     now = {"model": {"kwargs": {"width": 4}}, "rows": [1, 2], "kept": "secret"}
     with pytest.raises(OutputError, match=r"^the index: model\.kwargs\.width, kept differ") as hidden:
-        require_same(then, now, "the index", next_step="go on", show=False, raises=OutputError)
+        require_same(then, now, "the index", hint="go on", show=False, raises=OutputError)
     assert "secret" not in str(hidden.value)

@@ -39,13 +39,11 @@ def errors_of_damage(path: Path, kind: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(
                 f"the temporary folder {tempfile.gettempdir()} has no room for {path}, converted",
-                next_step=(
-                    "set TMPDIR to a folder with as much room as the file takes, or save the data as parquet"
-                ),
+                hint="set TMPDIR to a folder with room for the file, or save the data as parquet",
             ) from error
         raise DataError(
             f"{path} can't be read as {kind}: {first_line(error)}",
-            cause="an interrupted copy or download, or another format",
+            hint="an interrupted copy or download, or another format",
         ) from error
 
 
@@ -124,7 +122,6 @@ def mixed_types(name: str, one: tuple[object, pa.DataType], other: tuple[object,
     """The error for a column that holds one thing in one place and another in another."""
     return DataError(
         f"the column {name!r} has mixed types: {kind_of(one[1])} in {one[0]}, {kind_of(other[1])} in"
-        f" {other[0]}",
-        expected="one type in all rows",
-        next_step="convert the column to one type before it is saved",
+        f" {other[0]}; expected one type in all rows",
+        hint="convert the column to one type before it is saved",
     )

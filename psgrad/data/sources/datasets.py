@@ -42,9 +42,9 @@ def made_by_factory(config: DataConfig, base: Path) -> Any:
     dataset = call_factory(config.factory, base, config.kwargs, raises=DataError)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"the factory {config.factory} returned an object of type {type(dataset).__name__}",
-            expected="a map-style torch Dataset, with a length and items by number",
-            next_step="of a stream, return a list of its first rows: list(itertools.islice(stream, 10_000))",
+            f"the factory {config.factory} returned an object of type {type(dataset).__name__}; expected a"
+            " map-style torch Dataset, with a length and items by number",
+            hint="of a stream, return a list of its first rows: list(itertools.islice(stream, 10_000))",
         )
     return dataset
 
@@ -240,9 +240,10 @@ class DatasetSamples(Samples):
                 ours[place][axis : axis + 1] = firsts[place][axis : axis + 1]
         if ours != firsts:
             raise DataError(
-                f"row {row} of {self._source} has the shapes {item.shapes}, row 0 {self._first.shapes}",
-                expected="one shape in all rows, or axes that differ in the first, the last and 30 between",
-                next_step="pad or cut the items to one length in the dataset",
+                f"row {row} of {self._source} has the shapes {item.shapes}, row 0 {self._first.shapes};"
+                " expected one shape in all rows, or axes that differ in the first, the last and 30"
+                " between",
+                hint="pad or cut the items to one length in the dataset",
             )
 
     def _ragged(self, count: int) -> RaggedAxes | None:
@@ -273,8 +274,8 @@ class DatasetSamples(Samples):
         values = np.asarray(listed.cpu() if isinstance(listed, Tensor) else listed)
         if values.shape != (self._count,):
             raise DataError(
-                f"{unit!r} of {self._source} has the shape {list(values.shape)}",
-                expected=f"one id for each of {self._count} rows",
+                f"{unit!r} of {self._source} has the shape {list(values.shape)}; expected one id for each"
+                f" of {self._count} rows",
             )
         return unit_ids(values, unit)
 

@@ -98,9 +98,8 @@ class Items:
         names, targets = input_names(config), target_names(config)
         if not names:
             raise ConfigError(
-                f"the items of {self.source} are dicts, and data.inputs does not say which columns the model"
-                " reads",
-                expected=f"one or more of {', '.join(known)}",
+                f"the items of {self.source} are dicts, and data.inputs does not say which columns the"
+                f" model reads; expected one or more of {', '.join(known)}",
             )
         weight = [] if config.weight is None else [config.weight]
         require_columns([*names, *targets, *weight], known, self.source)
@@ -125,17 +124,16 @@ class Items:
             raise ConfigError(
                 f"the items of {self.source} are of type {type(item).__name__} and have no names for"
                 f" data.{given[0]} to select",
-                next_step=f"leave out {', '.join(given)} (the last of several values is the target), or"
-                " return dicts",
+                hint=(
+                    f"leave out {', '.join(given)} (the last of several values is the target), or"
+                    " return dicts"
+                ),
             )
         if self._unit is not None:
             raise ConfigError(
                 f"privacy.unit.column: {self.source} has no list {self._unit!r} that says whom each row"
-                " belongs to",
-                expected=(
-                    f"an attribute {self._unit} with one text or whole number per row, or items that are"
-                    f" dicts with {self._unit!r}"
-                ),
+                f" belongs to; expected an attribute {self._unit} with one text or whole number per row,"
+                f" or items that are dicts with {self._unit!r}",
             )
         values = list(item) if isinstance(item, tuple | list) else [item]
         target = [self._target(values.pop(), "target", row)] if len(values) > 1 else []
@@ -146,8 +144,8 @@ class Items:
     def _target(self, value: Any, name: str, row: int) -> Tensor:
         if isinstance(value, str) and self._labels.names is None:
             raise ConfigError(
-                f"the target {name!r} in row {row} of {self.source} is {value!r}, the name of a class",
-                expected="data.class_names with all names, in the order of the labels 0, 1, 2, ...",
+                f"the target {name!r} in row {row} of {self.source} is {value!r}, the name of a class;"
+                " expected data.class_names with all names, in the order of the labels 0, 1, 2, ...",
             )
         array = np.array(value, dtype=object) if isinstance(value, str) else _as_array(value, name, row)
         if array.ndim == 0:
@@ -168,11 +166,11 @@ def _as_array(value: Any, name: str, row: int) -> Array | Tensor:
         try:
             return np.asarray(value)
         except ValueError as error:  # a list of lists of unequal length
-            raise DataError(f"{name!r} in row {row} is ragged", expected="lists of one length") from error
+            raise DataError(f"{name!r} in row {row} is ragged; expected lists of one length") from error
     raise DataError(
-        f"{name!r} in row {row} is of type {type(value).__name__}",
-        expected="a tensor, a numpy array, a number or a list of numbers",
-        next_step="convert it in the dataset, for example a picture with numpy.asarray",
+        f"{name!r} in row {row} is of type {type(value).__name__}; expected a tensor, a numpy array, a"
+        " number or a list of numbers",
+        hint="convert it in the dataset, for example a picture with numpy.asarray",
     )
 
 

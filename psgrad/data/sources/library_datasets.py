@@ -68,9 +68,9 @@ def numbered_as(rows: TableRows, column: str, names: Sequence[str] | None) -> Ta
     unknown = [name for name in declared if name not in names]
     if unknown:
         raise DataError(
-            f"the labels {column!r} of {rows.source} have {moved[0]!r} as class {declared.index(moved[0])},"
-            f" which is class {names.index(moved[0])} of the model, and {unknown[0]!r}, which is no class",
-            expected=f"names out of {first_of(names, _SHOWN)}",
+            f"the labels {column!r} of {rows.source} have {moved[0]!r} as class"
+            f" {declared.index(moved[0])}, which is class {names.index(moved[0])} of the model, and"
+            f" {unknown[0]!r}, which is no class; expected names out of {first_of(names, _SHOWN)}",
         )
     numbers = [names.index(name) for name in declared]
 
@@ -117,11 +117,13 @@ def library_dataset(config: DataConfig, base: Path, allow_download: bool = False
             return _of_folder(folder, config.split)
     if folder.exists() or not is_hub_id(config.dataset):
         raise ConfigError(
-            f"data.dataset: there is no folder {folder}",
-            expected="a folder as datasets' save_to_disk writes it, or a cached hub id",
-            next_step="name data files in data.path"
-            if folder.exists()
-            else "check the path; it is relative to the config file's folder",
+            f"data.dataset: there is no folder {folder}; expected a folder as datasets' save_to_disk"
+            " writes it, or a cached hub id",
+            hint=(
+                "name data files in data.path"
+                if folder.exists()
+                else "check the path; it is relative to the config file's folder"
+            ),
         )
     return _of_cache(config, allow_download)
 
@@ -133,10 +135,12 @@ def _splits(folder: Path) -> list[str] | None:
     if (folder / "state.json").is_file():
         return None
     raise ConfigError(
-        f"data.dataset: the folder {folder} is not one that datasets' save_to_disk writes",
-        expected="state.json or dataset_dict.json in it",
-        next_step=f"name data files in data.path, such as {folder / '*.parquet'}, or a folder of images in"
-        " data.images",
+        f"data.dataset: the folder {folder} is not one that datasets' save_to_disk writes; expected"
+        " state.json or dataset_dict.json in it",
+        hint=(
+            f"name data files in data.path, such as {folder / '*.parquet'}, or a folder of images in"
+            " data.images"
+        ),
     )
 
 
@@ -162,8 +166,8 @@ def _part(parts: Mapping[str, Any], split: str, where: object) -> Any:
     except (ValueError, AssertionError, KeyError) as error:
         meant = did_you_mean(split.partition("[")[0], list(parts))
         raise ConfigError(
-            f"data.split: {where} has no rows {split!r}{meant}",
-            expected=f"one of {', '.join(parts)}, or a part such as {next(iter(parts))}[:10%]",
+            f"data.split: {where} has no rows {split!r}{meant}; expected one of {', '.join(parts)}, or a"
+            f" part such as {next(iter(parts))}[:10%]",
         ) from error
     taken = [parts[each.splitname].select(range(each.from_, each.to)) for each in found]
     return taken[0] if len(taken) == 1 else datasets.concatenate_datasets(taken)
@@ -177,10 +181,12 @@ def _of_cache(config: DataConfig, allow_download: bool) -> Any:
         if allow_download:
             raise DataError(f"data.dataset: {named} can't be loaded: {error}") from error
         raise ConfigError(
-            f"data.dataset: {named} is not in the local cache of datasets, or not whole: {error}",
-            expected="a cached dataset, or a folder of save_to_disk",
-            next_step="set allow_download: true to download it, or load it once with"
-            f" datasets.load_dataset({config.dataset!r})",
+            f"data.dataset: {named} is not in the local cache of datasets, or not whole: {error}; expected"
+            " a cached dataset, or a folder of save_to_disk",
+            hint=(
+                "set allow_download: true to download it, or load it once with"
+                f" datasets.load_dataset({config.dataset!r})"
+            ),
         ) from error
 
 
@@ -202,8 +208,8 @@ def _loaded(name: str, config: DataConfig, allow_download: bool) -> Any:
 
 def _no_split(where: object, names: Sequence[str]) -> ConfigError:
     return ConfigError(
-        f"data.split is missing: {where} has the splits {', '.join(names)}",
-        expected=f"one of them, or a part such as {names[0]}[:10%]",
+        f"data.split is missing: {where} has the splits {', '.join(names)}; expected one of them, or a"
+        f" part such as {names[0]}[:10%]",
     )
 
 

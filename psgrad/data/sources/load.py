@@ -107,9 +107,8 @@ def _rows_of_factory(made: Any, config: DataConfig, roles: ColumnRoles) -> Table
     """What a factory returned, as a table. Raises ConfigError where it is none."""
     if not is_library_dataset(made):
         raise ConfigError(
-            f"the factory {config.factory} returned an object of type {type(made).__name__}, and data names"
-            " columns of text",
-            expected="a datasets.Dataset, whose columns may be text",
+            f"the factory {config.factory} returned an object of type {type(made).__name__}, and data"
+            " names columns of text; expected a datasets.Dataset, whose columns may be text",
         )
     return library_rows(made, roles.columns, f"the dataset of {config.factory}")
 
@@ -205,9 +204,9 @@ def _numbered(rows: TableRows, config: DataConfig, names: Sequence[str] | None) 
 def _load_texts(config: DataConfig, base: Path, unit: str | None, pretrained: Pretrained | None) -> Samples:
     if pretrained is None:
         raise ConfigError(
-            "data names columns of text, and the model is not a pretrained one",
-            expected="model.pretrained and model.task, whose tokenizer makes numbers of texts",
-            next_step="name columns of numbers in data.inputs for a model of your own",
+            "data names columns of text, and the model is not a pretrained one; expected model.pretrained"
+            " and model.task, whose tokenizer makes numbers of texts",
+            hint="name columns of numbers in data.inputs for a model of your own",
         )
     from psgrad.data.text_samples import TextSamples, text_task
 

@@ -96,16 +96,17 @@ def _array(values: list[Any], name: str, where: str) -> pa.Array:
     except UnicodeEncodeError as error:
         raise DataError(
             f"the column {name!r} holds half of a character: an escape from \\ud800 to \\udfff without its"
-            f" other half: {where}",
-            expected="texts of whole Unicode characters",
-            cause="a text that was cut in the middle of a character, such as an emoji",
-            next_step="correct the text, or remove the row",
+            f" other half: {where}; expected texts of whole Unicode characters",
+            hint=(
+                "a text that was cut in the middle of a character, such as an emoji; correct the text,"
+                " or remove the row"
+            ),
         ) from error
     except pa.ArrowException as error:
         raise DataError(
-            f"the column {name!r} has mixed types: {where}: {first_line(error)}",
-            expected="one type in all rows",
-            next_step="convert the column to one type before it is saved",
+            f"the column {name!r} has mixed types: {where}: {first_line(error)}; expected one type in all"
+            " rows",
+            hint="convert the column to one type before it is saved",
         ) from error
 
 

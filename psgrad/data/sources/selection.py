@@ -143,7 +143,8 @@ def content_of(rows: Rows, suffix: str) -> bytes:
         except pa.ArrowException as error:
             reason = str(error).splitlines()[0]
             raise DataError(
-                f"the rows can't be written as parquet: {reason}", next_step="write a .jsonl file"
+                f"the rows can't be written as parquet: {reason}",
+                hint="write a .jsonl file",
             ) from error
         buffer = io.BytesIO()
         pq.write_table(table, buffer)
@@ -175,5 +176,8 @@ def _json(value: Any) -> str:
 def _as_text(value: Any) -> str:
     """A value that JSON does not have, such as a date."""
     if isinstance(value, bytes):
-        raise DataError("the rows hold bytes, such as images", next_step="write a .parquet file")
+        raise DataError(
+            "the rows hold bytes, such as images",
+            hint="write a .parquet file",
+        )
     return str(value)

@@ -56,7 +56,7 @@ def source_of(config: DataConfig, base: Path) -> tuple[Source, list[Path]]:
     if packed and not source.compressed:
         raise DataError(
             f"{packed[0]} is compressed, which is not read for .{source.name} files",
-            next_step=f"decompress it; .{source.name} has a compression of its own, if it has any",
+            hint=f"decompress it; .{source.name} has a compression of its own, if it has any",
         )
     return source, paths
 
@@ -74,10 +74,10 @@ def data_files(config: DataConfig, base: Path) -> list[Path]:
             if not matches:
                 raise ConfigError(
                     f"there is no dataset {path}: no file has such a name",
-                    next_step="check the path; it is relative to the config file's folder",
+                    hint="check the path; it is relative to the config file's folder",
                 )
         found += matches
     if len(set(found)) < len(found):
         twice = next(path for place, path in enumerate(found) if path in found[:place])
-        raise ConfigError(f"data.path names {twice} twice", expected="each file once")
+        raise ConfigError(f"data.path names {twice} twice; expected each file once")
     return found

@@ -68,8 +68,8 @@ def axis_lengths(rows: TableRows, name: str) -> Array:
     empty = (lengths == 0).any(axis=1)
     if empty.any() and not empty.all():
         raise DataError(
-            f"{rows.row_name(int(np.argmax(empty)))} of the column {name!r} is an empty list",
-            expected="at least one value in each row",
+            f"{rows.row_name(int(np.argmax(empty)))} of the column {name!r} is an empty list; expected at"
+            " least one value in each row",
         )
     return np.broadcast_to(lengths, (rows.count, lengths.shape[1]))
 
@@ -93,8 +93,7 @@ def _shapes(array: pa.Array, name: str, row_name: RowName) -> Array:
             row = int(np.flatnonzero(filled)[np.argmax(uneven)])
             raise DataError(
                 f"{row_name(row)} of the column {name!r} has lists of {shortest[uneven][0].max()} and"
-                f" {longest[uneven][0].max()} values",
-                expected="lists of one length inside a row",
+                f" {longest[uneven][0].max()} values; expected lists of one length inside a row",
             )
         found[filled, 1:] = longest
     return found
@@ -104,7 +103,7 @@ def _require_cells(array: pa.Array, name: str, row_name: RowName) -> None:
     if array.null_count and not pa.types.is_floating(array.type):
         row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
         raise DataError(
-            f"{row_name(row)} of the column {name!r} is empty", expected=f"a value of type {array.type}"
+            f"{row_name(row)} of the column {name!r} is empty; expected a value of type {array.type}"
         )
 
 
@@ -188,21 +187,21 @@ class TableSamples(Samples):
             if self._is_number(name):
                 require_numbers(name, kind)
             if place in lengths and not is_list(kind):
-                raise DataError(f"length_of: {name!r} is of type {kind}", expected="a column of lists")
+                raise DataError(f"length_of: {name!r} is of type {kind}; expected a column of lists")
         for name in targets:
             kind = schema.field(name).type
             if len(targets) > 1 or not is_text(kind):
                 require_numbers(name, kind)
             if len(targets) > 1 and is_list(kind):
-                raise DataError(f"data.target: {name!r} holds lists", expected="one number a row in each")
+                raise DataError(f"data.target: {name!r} holds lists; expected one number a row in each")
         lists = [name for name in names if is_list(schema.field(name).type) or not self._is_number(name)]
         stack = self._rows.stacks and not lists if config.stack is None else config.stack
         if not isinstance(config.inputs, list) or not stack:
             return _Layout(tuple((name,) for name in names), False, lengths, tuple(targets))
         if lists and len(lists) < len(names):
             raise ConfigError(
-                f"data.stack: {lists[0]!r} holds lists, and another column one number a row",
-                expected="columns of one shape, or stack: false for a tensor of each",
+                f"data.stack: {lists[0]!r} holds lists, and another column one number a row; expected"
+                " columns of one shape, or stack: false for a tensor of each",
             )
         return _Layout((tuple(names),), True, lengths, tuple(targets))
 

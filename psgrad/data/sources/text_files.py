@@ -33,10 +33,9 @@ def lines_of(path: Path, file: TextIO) -> Iterator[str]:
             number += 1
             if len(line) > LONGEST_LINE:
                 raise DataError(
-                    f"line {number} of {path} has more than {LONGEST_LINE:,} characters",
-                    expected="a row in each line, or in a few",
-                    cause="another format, or line ends that were lost",
-                    next_step="save larger values as parquet",
+                    f"line {number} of {path} has more than {LONGEST_LINE:,} characters; expected a row in"
+                    " each line, or in a few",
+                    hint="another format, or line ends that were lost; save larger values as parquet",
                 )
             yield line
     except UnicodeDecodeError as error:
@@ -54,7 +53,6 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
 def not_utf8(path: Path, error: Exception) -> DataError:
     """The error for a file of text that is not in UTF-8."""
     return DataError(
-        f"{path} can't be read as text: {error}",
-        expected="text in UTF-8",
-        next_step="convert it, such as with: iconv -f LATIN1 -t UTF-8 (Excel's Unicode text is UTF-16)",
+        f"{path} can't be read as text: {error}; expected text in UTF-8",
+        hint="convert it, such as with: iconv -f LATIN1 -t UTF-8 (Excel's Unicode text is UTF-16)",
     )

@@ -26,7 +26,7 @@ from psgrad.data.tasks.task import (
     require_kind,
 )
 from psgrad.data.tokenizer import Encoding, Tokenizer
-from psgrad.errors import ConfigError, DataError
+from psgrad.errors import ConfigError, DataError, one_line
 from psgrad.models.pretrained import Pretrained
 from psgrad.wording import first_of
 
@@ -39,9 +39,8 @@ def _require_one_order(config: Any, names: Sequence[str]) -> None:
         if name in names and names.index(name) != int(number):
             raise ConfigError(
                 f"the model's config has {name!r} as class {names.index(name)} in id2label, and as class"
-                f" {number} in label2id",
-                expected="the same number in both, as the model was trained",
-                next_step="correct config.json in the model's folder",
+                f" {number} in label2id; expected the same number in both, as the model was trained",
+                hint="correct config.json in the model's folder",
             )
 
 
@@ -67,9 +66,11 @@ class HeadLabels:
         given = data.class_names
         if given is not None and len(given) != len(names):
             raise ConfigError(
-                f"data.class_names has {len(given)} names, and the model's head has {len(names)} classes",
-                expected=f"{len(names)} names"
-                + ("" if generic else f", such as {', '.join(names[:_SHOWN])}"),
+                one_line(
+                    f"data.class_names has {len(given)} names, and the model's head has {len(names)} classes",
+                    "expected "
+                    + (f"{len(names)} names" + ("" if generic else f", such as {', '.join(names[:_SHOWN])}")),
+                ),
             )
         _require_one_order(config, names)
         if given is not None and not generic:
@@ -77,9 +78,9 @@ class HeadLabels:
             if moved:
                 raise ConfigError(
                     f"data.class_names has {moved[0]!r} as class {given.index(moved[0])}, and the model's"
-                    f" config (id2label) as class {names.index(moved[0])}",
-                    expected=f"the model's order: {', '.join(names[:_SHOWN])}",
-                    next_step="leave data.class_names out: labels by name are numbered as in the model",
+                    f" config (id2label) as class {names.index(moved[0])}; expected the model's order:"
+                    f" {', '.join(names[:_SHOWN])}",
+                    hint="leave data.class_names out: labels by name are numbered as in the model",
                 )
         return cls(names, generic) if given is None or not generic else cls(tuple(given), False)
 
@@ -118,21 +119,22 @@ class HeadLabels:
 
     def _unknown(self, value: Any, where: str, count: tuple[int, int]) -> DataError:
         if value is None or value != value:
-            return DataError(f"{where} has no label", expected=f"one of {first_of(self.names, _SHOWN)}")
+            return DataError(f"{where} has no label; expected one of {first_of(self.names, _SHOWN)}")
         if not isinstance(value, str):
             numbers = f"a number from 0 to {len(self.names) - 1}"
             return DataError(
-                f"{where} has the label {value!r}",
-                expected=f"{numbers}, or {IGNORED} for a label that does not count",
+                f"{where} has the label {value!r}; expected {numbers}, or {IGNORED} for a label that does"
+                " not count",
             )
         error = unknown_label(value, where, count, self.names)
         if not self.generic:
             return error
         return DataError(
-            error.arrived,
-            expected=error.expected,
-            cause="the model's config has no names of its classes (id2label)",
-            next_step="list the names in data.class_names, in the order of the model's outputs",
+            error.message,
+            hint=(
+                "the model's config has no names of its classes (id2label); list the names in"
+                " data.class_names, in the order of the model's outputs"
+            ),
         )
 
     def numbers(self, rows: TextRows, column: str) -> Array:
@@ -178,10 +180,15 @@ class SequenceClassification(_OfTexts):
         listed = is_list(schema.field(self.target).type)
         if listed != self.several:
             raise DataError(
-                f"{self.target!r} is of type {schema.field(self.target).type}",
-                expected="lists of labels: the model's problem_type is multi_label_classification"
-                if self.several
-                else "one label in each row",
+                one_line(
+                    f"{self.target!r} is of type {schema.field(self.target).type}",
+                    "expected "
+                    + (
+                        "lists of labels: the model's problem_type is multi_label_classification"
+                        if self.several
+                        else "one label in each row"
+                    ),
+                ),
             )
 
     def targets(self, rows: TextRows) -> Array | None:
@@ -233,8 +240,8 @@ class Regression(_OfTexts):
             numbers = value if isinstance(value, list) else [value]
             if len(numbers) != count:
                 raise DataError(
-                    f"{rows.where(i)} has {len(numbers)} numbers in {self.target!r}",
-                    expected=f"{count}, as many as the model returns",
+                    f"{rows.where(i)} has {len(numbers)} numbers in {self.target!r}; expected {count}, as"
+                    " many as the model returns",
                 )
             found.append([np.nan if number is None else number for number in numbers])
         with np.errstate(over="ignore"):  # what float32 can not hold is infinite: its row is not finite
@@ -264,9 +271,9 @@ class TokenClassification(TextTask):
         require_kind(schema, self.target, [is_list], "a list of labels in each row")
         if is_texts(schema.field(self.text).type) and not self.tokenizer.inner.is_fast:
             raise DataError(
-                f"the tokenizer {type(self.tokenizer.inner).__name__} does not tell the word of a token",
-                expected="a tokenizer with a tokenizer.json",
-                next_step="give texts with a label for each token in place of lists of words",
+                f"the tokenizer {type(self.tokenizer.inner).__name__} does not tell the word of a token;"
+                " expected a tokenizer with a tokenizer.json",
+                hint="give texts with a label for each token in place of lists of words",
             )
 
     def targets(self, rows: TextRows) -> Array | None:
@@ -296,8 +303,8 @@ class TokenClassification(TextTask):
             whole = self.tokenizer.length_uncut(text)  # a row that was cut has more labels than tokens
         if whole != len(labels):
             raise DataError(
-                f"{where} has {len(labels)} labels, and its text has {whole} tokens",
-                expected="a label for each token, or a list of words with a label for each word",
+                f"{where} has {len(labels)} labels, and its text has {whole} tokens; expected a label for"
+                " each token, or a list of words with a label for each word",
             )
         if self.tokenizer.truncation == "left":
             labels = labels[len(labels) - count :]
@@ -309,19 +316,19 @@ def _require_labels(text: Any, labels: Any, where: str) -> None:
     """Raises DataError unless a row has words, and a label for each of them."""
     if not text or (isinstance(text, str) and not text.strip()):
         raise DataError(
-            f"{where}: there are no words", expected="words in every row", next_step="remove such rows"
+            f"{where}: there are no words; expected words in every row",
+            hint="remove such rows",
         )
     if labels is None:
-        raise DataError(f"{where} has no labels", expected="a list of labels in every row")
+        raise DataError(f"{where} has no labels; expected a list of labels in every row")
     if isinstance(text, list) and None in text:
         raise DataError(
-            f"{where}: the word at position {text.index(None)} is missing",
-            expected="a text for each word",
-            next_step="remove such rows, or such words with their labels",
+            f"{where}: the word at position {text.index(None)} is missing; expected a text for each word",
+            hint="remove such rows, or such words with their labels",
         )
     if isinstance(text, list) and len(labels) != len(text):
         raise DataError(
-            f"{where} has {len(text)} words and {len(labels)} labels", expected="a label for each word"
+            f"{where} has {len(text)} words and {len(labels)} labels; expected a label for each word"
         )
 
 

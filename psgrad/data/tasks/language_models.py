@@ -24,7 +24,7 @@ from psgrad.data.tasks.task import (
     require_text,
 )
 from psgrad.data.tokenizer import Encoding, Tokenizer, chat_tokens, require_template
-from psgrad.errors import ConfigError, DataError
+from psgrad.errors import ConfigError, DataError, one_line
 from psgrad.models.pretrained import Pretrained, shift_of
 
 
@@ -45,10 +45,12 @@ class CausalLM(TextTask):
         if len(given) != 1 or len(self.texts) > 1 or data.target is not None:
             named = [*given, *(["target"] if data.target is not None else [])]
             raise ConfigError(
-                f"data names {', '.join(named) or 'no text'} for the task causal-lm"
-                + (" (two columns of text)" if len(self.texts) > 1 else ""),
-                expected=self.keys,
-                next_step="leave target out: the labels are the text's own tokens" if data.target else None,
+                one_line(
+                    f"data names {', '.join(named) or 'no text'} for the task causal-lm"
+                    + (" (two columns of text)" if len(self.texts) > 1 else ""),
+                    "expected " + (self.keys),
+                ),
+                hint="leave target out: the labels are the text's own tokens" if data.target else None,
             )
         others = (data.prompt, data.completion, data.messages)
         self.columns = (*self.texts, *(name for name in others if name is not None))
@@ -74,9 +76,8 @@ class CausalLM(TextTask):
         for i, (row, _) in enumerate(found):
             if not row.ids:
                 raise DataError(
-                    f"{rows.where(i)} has no tokens",
-                    expected="at least one token",
-                    next_step="remove such rows",
+                    f"{rows.where(i)} has no tokens; expected at least one token",
+                    hint="remove such rows",
                 )
         return [(*self.inputs_of(row), _shifted(row.ids, counts)) for row, counts in found]
 
@@ -119,8 +120,9 @@ class CausalLM(TextTask):
             ids.pop()
         if row.ids[: len(ids)] != ids:
             raise DataError(
-                f"{rows.where(i)}: the tokens of the prompt alone do not begin those of the whole",
-                expected="a completion that begins with a space or a line break, so that no token spans both",
+                f"{rows.where(i)}: the tokens of the prompt alone do not begin those of the whole;"
+                " expected a completion that begins with a space or a line break, so that no token spans"
+                " both",
             )
         return len(ids)
 
@@ -153,12 +155,16 @@ def _require_role(schema: pa.Schema, name: str) -> None:
     keys = [field.name for field in schema.field(name).type.value_type]
     if "role" not in keys:
         raise DataError(
-            f"the messages in {name!r} have the keys {', '.join(keys) or 'none'}",
-            expected="role (system, user, assistant) and content",
-            cause="another form of chats, such as from and value",
-            next_step="rename the keys: from is role, value is content, human is user, gpt is assistant"
-            if {"from", "value"} <= set(keys)
-            else None,
+            f"the messages in {name!r} have the keys {', '.join(keys) or 'none'}; expected role (system,"
+            " user, assistant) and content",
+            hint=(
+                one_line(
+                    "another form of chats, such as from and value",
+                    "rename the keys: from is role, value is content, human is user, gpt is assistant"
+                    if {"from", "value"} <= set(keys)
+                    else None,
+                )
+            ),
         )
 
 
@@ -184,7 +190,7 @@ class MaskedLM(TextTask):
         if self.mask is None:
             raise DataError(
                 "the tokenizer has no mask token, and the task masked-lm hides tokens with it",
-                next_step="name the tokenizer of the model in data.tokenizer",
+                hint="name the tokenizer of the model in data.tokenizer",
             )
 
     def check(self, schema: pa.Schema) -> None:
@@ -204,9 +210,9 @@ class MaskedLM(TextTask):
         if len(ids) != len(wanted):
             raise DataError(
                 f"{where} has {len(ids)} tokens in {self.texts[0]!r}, and {len(wanted)} in"
-                f" {self.data.target_column!r}",
-                expected="the same text, in which a mask token stands for each token that is hidden",
-                cause="one mask token stands for a word of several tokens",
+                f" {self.data.target_column!r}; expected the same text, in which a mask token stands for"
+                " each token that is hidden",
+                hint="one mask token stands for a word of several tokens",
             )
         return (*self.inputs_of(row), np.where(ids == self.mask, wanted, IGNORED))
 

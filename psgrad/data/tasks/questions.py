@@ -23,7 +23,7 @@ from psgrad.data.tasks.task import (
     require_text,
 )
 from psgrad.data.tokenizer import Encoding, Tokenizer
-from psgrad.errors import ConfigError, DataError
+from psgrad.errors import ConfigError, DataError, one_line
 from psgrad.models.pretrained import Pretrained
 
 
@@ -45,7 +45,9 @@ class MultipleChoice(TextTask):
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
         super().__init__(data, tokenizer, pretrained)
         if len(self.texts) < 2:
-            raise ConfigError("data.text names one column for the task multiple-choice", expected=self.keys)
+            raise ConfigError(
+                one_line("data.text names one column for the task multiple-choice", "expected " + (self.keys))
+            )
         self.count: int | None = None
 
     def check(self, schema: pa.Schema) -> None:
@@ -80,14 +82,12 @@ class MultipleChoice(TextTask):
         found = columns[0] if len(names) == 1 else [list(row) for row in zip(*columns, strict=True)]
         for i, row in enumerate(found):
             if not row or None in row or not all(choice.strip() for choice in row):
-                raise DataError(
-                    f"{rows.where(i)}: a choice is missing or empty", expected="texts in every row"
-                )
+                raise DataError(f"{rows.where(i)}: a choice is missing or empty; expected texts in every row")
             self.count = self.count or len(row)
             if len(row) != self.count:
                 raise DataError(
-                    f"{rows.where(i)} has {len(row)} choices, other rows have {self.count}",
-                    expected="the same number of choices in all rows",
+                    f"{rows.where(i)} has {len(row)} choices, other rows have {self.count}; expected the"
+                    " same number of choices in all rows",
                 )
         return found
 
@@ -100,9 +100,9 @@ class MultipleChoice(TextTask):
         if isinstance(number, bool | int) and (0 <= number < count or number == IGNORED):
             return int(number)
         raise DataError(
-            f"{where()} has the target {value!r}",
-            expected=f"the place of the right choice, from 0 to {count - 1}",
-            cause="places that count from 1" if number == count else None,
+            f"{where()} has the target {value!r}; expected the place of the right choice, from 0 to"
+            f" {count - 1}",
+            hint="places that count from 1" if number == count else None,
         )
 
 
@@ -131,12 +131,14 @@ class QuestionAnswering(TextTask):
         super().__init__(data, tokenizer, pretrained)
         if len(self.texts) != 2:
             raise ConfigError(
-                "data.text names one column for the task question-answering", expected=self.keys
+                one_line(
+                    "data.text names one column for the task question-answering", "expected " + (self.keys)
+                )
             )
         if not tokenizer.inner.is_fast:
             raise DataError(
-                f"the tokenizer {type(tokenizer.inner).__name__} tells no characters of tokens",
-                expected="a tokenizer with a tokenizer.json",
+                f"the tokenizer {type(tokenizer.inner).__name__} tells no characters of tokens; expected a"
+                " tokenizer with a tokenizer.json",
             )
 
     def check(self, schema: pa.Schema) -> None:
@@ -184,15 +186,15 @@ def _characters(answer: Any, context: str, where: str) -> tuple[int, int] | None
     end = start + len(text) if end is None else end
     if not start < end <= len(context):
         raise DataError(
-            f"{where}: the answer has the characters {start} to {end}, and the context has {len(context)}",
-            expected="characters of the context, counted from 0",
+            f"{where}: the answer has the characters {start} to {end}, and the context has {len(context)};"
+            " expected characters of the context, counted from 0",
         )
     found = context[start:end]
     if text is not None and found != text:
         raise DataError(
-            f"{where}: the context has {found!r} at character {start}, and the answer is {text!r}",
-            expected="the answer as it stands in the context",
-            cause="characters that were counted in bytes, or a context that was changed afterwards",
+            f"{where}: the context has {found!r} at character {start}, and the answer is {text!r};"
+            " expected the answer as it stands in the context",
+            hint="characters that were counted in bytes, or a context that was changed afterwards",
         )
     return start + len(found) - len(found.lstrip()), end - len(found) + len(found.rstrip())
 

@@ -15,7 +15,7 @@ from psgrad.config import DataConfig
 from psgrad.data.loss import IGNORED
 from psgrad.data.sources.arrow_types import is_list, is_text
 from psgrad.data.tokenizer import Encoding, Tokenizer
-from psgrad.errors import ConfigError, DataError
+from psgrad.errors import ConfigError, DataError, one_line
 from psgrad.models.pretrained import Pretrained
 
 Array = npt.NDArray[Any]
@@ -66,9 +66,9 @@ class TextRows:
         for i, text in enumerate(found):
             if text is None or (not empty and not text.strip()):
                 raise DataError(
-                    f"{self.where(i)}: the text in {name!r} is {'missing' if text is None else 'empty'}",
-                    expected="a text in every row",
-                    next_step="remove such rows from the data",
+                    f"{self.where(i)}: the text in {name!r} is {'missing' if text is None else 'empty'};"
+                    " expected a text in every row",
+                    hint="remove such rows from the data",
                 )
         return found
 
@@ -104,10 +104,12 @@ class TextTask(ABC):
         missing = [name for name in self.needed if getattr(data, name) is None]
         if missing or len(self.texts) > self.most:
             raise ConfigError(
-                f"data.{missing[0]} is missing for the task {pretrained.task}"
-                if missing
-                else f"data.text names {len(self.texts)} columns for the task {pretrained.task}",
-                expected=self.keys,
+                one_line(
+                    f"data.{missing[0]} is missing for the task {pretrained.task}"
+                    if missing
+                    else f"data.text names {len(self.texts)} columns for the task {pretrained.task}",
+                    "expected " + (self.keys),
+                ),
             )
         target = Field(TARGET, (self.axis,), IGNORED) if self.label_per_token else Field(TARGET)
         self.fields = (*self.input_fields(self.axis), target)
@@ -164,7 +166,7 @@ def require_kind(
     """Raises DataError unless a column is of one of these kinds."""
     kind = schema.field(name).type
     if not any(fits(kind) for fits in kinds):
-        raise DataError(f"{name!r} is of type {kind}", expected=expected)
+        raise DataError(one_line(f"{name!r} is of type {kind}", "expected " + (expected)))
 
 
 def require_text(schema: pa.Schema, name: str) -> None:

@@ -61,8 +61,10 @@ def launch(count: int, arguments: Sequence[str], cores: int) -> int:
             return int(failure.exitcode)
         raise DistributedError(
             f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}",
-            cause="too little memory for so many processes, or somebody ended it",
-            next_step="run it again, with --resume where the command takes that; try fewer --processes",
+            hint=(
+                "too little memory for so many processes, or somebody ended it; run it again, with"
+                " --resume where the command takes that; try fewer --processes"
+            ),
         ) from None
     except SignalException as ended:
         raise Signalled(ended.sigval) from None

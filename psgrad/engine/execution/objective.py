@@ -94,8 +94,10 @@ class Objective:
         if not self.params:
             raise ModelError(
                 "the model has no parameter that requires a gradient",
-                cause="all parameters are frozen, or the factory returned a module without any",
-                next_step="set requires_grad=True on the parameters to look at",
+                hint=(
+                    "all parameters are frozen, or the factory returned a module without any; set"
+                    " requires_grad=True on the parameters to look at"
+                ),
             )
         self._slots = tied_slots(model, self.params)
 
@@ -197,12 +199,12 @@ class Objective:
             "sample",
             expected="one number per sample: a tensor of shape ()",
             cause="the loss does not reduce over the sample's own axes, or returns more than the loss",
-            next_step="end the loss with .mean() or .sum(); it sees one sample, without a batch axis",
+            hint="end the loss with .mean() or .sum(); it sees one sample, without a batch axis",
         )
         if not value.dtype.is_floating_point:
             raise LossError(
-                f"the loss returned a tensor of dtype {value.dtype}",
-                expected="a floating-point number per sample",
+                f"the loss returned a tensor of dtype {value.dtype}; expected a floating-point number per"
+                " sample",
             )
         if self.autocast is not None:
             value = accumulating(value)

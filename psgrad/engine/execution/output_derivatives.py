@@ -79,8 +79,7 @@ class OutputDerivatives:
             row = int(rows[~finite][0])
             raise InfluenceError(
                 f"at row {row} the loss has derivatives in the model's output that are not finite",
-                cause="an output or a target that is not finite",
-                next_step="leave the row out",
+                hint="an output or a target that is not finite; leave the row out",
             )
         values, vectors = torch.linalg.eigh(self.hessian)
         largest = values.abs().amax(1, keepdim=True)
@@ -90,12 +89,9 @@ class OutputDerivatives:
             raise InfluenceError(
                 f"at row {int(rows[place])} the loss is not convex in the model's output: its second"
                 f" derivative there is {float(values[place, 0]):.3g} in one direction, and"
-                f" {float(largest[place]):.3g} at most",
-                expected=(
-                    "a loss that is convex in the output (cross-entropy, squared error), which the"
-                    " Gauss-Newton curvature is made of"
-                ),
-                next_step="set curvature: fisher or hessian (of ekfac, fisher: empirical)",
+                f" {float(largest[place]):.3g} at most; expected a loss that is convex in the output"
+                " (cross-entropy, squared error), which the Gauss-Newton curvature is made of",
+                hint="set curvature: fisher or hessian (of ekfac, fisher: empirical)",
             )
         kept = values > _ROUNDING**2 * largest
         roots = torch.where(kept, values, 0).sqrt()

@@ -290,9 +290,9 @@ def output_factors(training: Examples) -> tuple[torch.Tensor, torch.Tensor, torc
 def _of(kind: Any, training: Examples, size: int) -> Any:
     if size > LARGEST_OUTPUT:
         raise InfluenceError(
-            f"the model's output has {size} numbers for one sample, and the Gauss-Newton matrix as many rows",
-            expected=f"at most {LARGEST_OUTPUT}, for a solver that has to have them one by one",
-            next_step=(
+            f"the model's output has {size} numbers for one sample, and the Gauss-Newton matrix as many"
+            f" rows; expected at most {LARGEST_OUTPUT}, for a solver that has to have them one by one",
+            hint=(
                 "set solver: conjugate_gradient, which needs none; or curvature: fisher, which has one row a"
                 " sample"
             ),
@@ -309,21 +309,21 @@ def rows_like(kind: type[Rows], examples: Examples, **own: Any) -> Rows:
 
 def _differing() -> InfluenceError:
     return InfluenceError(
-        "the model's output has more numbers for long samples than for short ones, and its Jacobian as many"
-        " rows",
-        expected="outputs of one size, whatever the length of a row",
-        next_step="set solver: conjugate_gradient, which needs none; or curvature: fisher, which has one row"
-        " a sample",
+        "the model's output has more numbers for long samples than for short ones, and its Jacobian as"
+        " many rows; expected outputs of one size, whatever the length of a row",
+        hint=(
+            "set solver: conjugate_gradient, which needs none; or curvature: fisher, which has one row"
+            " a sample"
+        ),
     )
 
 
 def _assert_one_tensor(output: Any) -> None:
     if not isinstance(output, torch.Tensor):
         raise InfluenceError(
-            f"the model's output is a {type(output).__name__}, and the Gauss-Newton curvature is made of the"
-            " output's Jacobian",
-            expected="a model that returns one tensor",
-            next_step=(
+            f"the model's output is a {type(output).__name__}, and the Gauss-Newton curvature is made of"
+            " the output's Jacobian; expected a model that returns one tensor",
+            hint=(
                 "let the model return the tensor that the loss reads alone; or set curvature: fisher (of"
                 " ekfac, fisher: empirical)"
             ),

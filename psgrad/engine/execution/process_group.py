@@ -49,8 +49,10 @@ def keys_of_this_attempt(store: Store, rank: int, size: int, seconds: float) -> 
         number = store.add("attempts", 0)
     raise DistributedError(
         f"not all of the {size:,} ranks have come together within {seconds:,.0f} seconds",
-        next_step="look at what the others have printed, and run again with --resume;"
-        " engine.process_timeout sets the time limit",
+        hint=(
+            "look at what the others have printed, and run again with --resume;"
+            " engine.process_timeout sets the time limit"
+        ),
     )
 
 
@@ -84,8 +86,10 @@ class RankGroup:
         except (RuntimeError, ValueError) as error:
             raise DistributedError(
                 f"the process group can't be made: {str(error).splitlines()[0]}",
-                next_step="start with torchrun, or with --processes; or unset RANK and WORLD_SIZE for one"
-                " process. If the port is taken, set MASTER_PORT to a free one",
+                hint=(
+                    "start with torchrun, or with --processes; or unset RANK and WORLD_SIZE for one"
+                    " process. If the port is taken, set MASTER_PORT to a free one"
+                ),
             ) from error
         return cls(own, rank, size, seconds)
 
@@ -244,8 +248,9 @@ class RankGroup:
         if self._computing:
             raise DistributedError(
                 f"a rank is about to share {what} while it computes its share of a pass",
-                next_step="keep what the first pass gives, and go over the rows when it is done; or run one"
-                " process",
+                hint=(
+                    "keep what the first pass gives, and go over the rows when it is done; or run one process"
+                ),
             )
 
     def _facts(self, head: torch.Tensor, what: str) -> Facts:
@@ -256,8 +261,10 @@ class RankGroup:
         if there != what:
             raise DistributedError(
                 f"rank {self.rank} shares {what}, and another rank shares {there}",
-                next_step="run it in one process, or on machines of one kind; code of yours may not depend on"
-                " the process",
+                hint=(
+                    "run it in one process, or on machines of one kind; code of yours may not depend on"
+                    " the process"
+                ),
             )
         return {name: (tuple(shape), getattr(torch, kind)) for name, shape, kind in facts}
 
@@ -269,8 +276,10 @@ class RankGroup:
             raise DistributedError(
                 f"rank {self.rank} has lost another rank, or has waited {self.seconds:,.0f} seconds for it:"
                 f" {str(error).splitlines()[0]}",
-                next_step="look at what the other ranks have printed, and run again with --resume: what is"
-                " finished is kept. engine.process_timeout sets the time limit",
+                hint=(
+                    "look at what the other ranks have printed, and run again with --resume: what is"
+                    " finished is kept. engine.process_timeout sets the time limit"
+                ),
             ) from error
 
 

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from psgrad.errors import DataError
+from psgrad.errors import DataError, one_line
 
 _SHOWN = 5
 Arrays = dict[str, torch.Tensor]
@@ -162,12 +162,16 @@ class MergingParts(OneProcess):
     def my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
         if todo := joined(chunks):
             raise DataError(
-                f"{sum(map(len, todo)):,} rows of the pass {name} are missing:"
-                f" {', '.join(f'{rows.start:,} to {rows.stop - 1:,}' for rows in todo[:_SHOWN])}"
-                + (f", and {len(todo) - _SHOWN} more ranges" if len(todo) > _SHOWN else ""),
-                expected="all rows, each in one part",
-                cause="a part has not run, or has not come to its end",
-                next_step="run that part again; its finished rows are kept",
+                one_line(
+                    f"{sum(map(len, todo)):,} rows of the pass {name} are missing:"
+                    f" {', '.join(f'{rows.start:,} to {rows.stop - 1:,}' for rows in todo[:_SHOWN])}"
+                    + (f", and {len(todo) - _SHOWN} more ranges" if len(todo) > _SHOWN else ""),
+                    "expected " + ("all rows, each in one part"),
+                ),
+                hint=(
+                    "a part has not run, or has not come to its end; run that part again; its finished"
+                    " rows are kept"
+                ),
             )
         return []
 

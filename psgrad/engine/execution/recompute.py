@@ -74,9 +74,9 @@ def named_modules(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[s
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"engine.recompute: no module of the model fits {pattern!r}",
-                expected=f"patterns of names such as {listed_names(names[:4])}",
-                next_step="name modules as model.named_modules() does, or set blocks for those that repeat",
+                f"engine.recompute: no module of the model fits {pattern!r}; expected patterns of names"
+                f" such as {listed_names(names[:4])}",
+                hint="name modules as model.named_modules() does, or set blocks for those that repeat",
             )
     outer = ""
     for name, module in model.named_modules():
@@ -114,10 +114,11 @@ class RecomputedForward:
         for one, other in zip(first, second, strict=True):
             if type(one) is torch.Tensor and type(other) is torch.Tensor and not _agree(one, other):
                 raise ModelError(
-                    f"the block {self.name} computes something else when it runs again",
-                    expected="the same numbers, as engine.recompute runs it again in the backward pass",
-                    cause="a cache, a counter, or another state that a run changes",
-                    next_step="set engine.recompute: none",
+                    f"the block {self.name} computes something else when it runs again; expected the same"
+                    " numbers, as engine.recompute runs it again in the backward pass",
+                    hint=(
+                        "a cache, a counter, or another state that a run changes; set engine.recompute: none"
+                    ),
                 )
 
 

@@ -21,7 +21,7 @@ from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.transforms.private_torch import tree_map
-from psgrad.errors import ModelError, PsgradError
+from psgrad.errors import ModelError, PsgradError, one_line
 from psgrad.ragged import Block, joined
 
 # If the loss runs at least this often on one chunk, for fewer rows than that each, a loop may be as fast.
@@ -246,10 +246,12 @@ def failure_of_gpu(error: Exception, rows: Sequence[int]) -> PsgradError:
     """The error for rows on which the GPU stopped. It answers no more calls, so the row is not known."""
     which = f"row {rows[0]}" if len(rows) == 1 else f"one of the rows {rows[0]} to {rows[-1]}"
     return ModelError(
-        f"the GPU stopped on {which}: {_first_line(error)}",
-        expected="labels and tokens within the model's classes and vocabulary",
-        cause="an index out of range: a label that is not a class, or a token beyond the vocabulary",
-        next_step="run again with engine.device: cpu, which names the row",
+        f"the GPU stopped on {which}: {_first_line(error)}; expected labels and tokens within the model's"
+        " classes and vocabulary",
+        hint=(
+            "an index out of range: a label that is not a class, or a token beyond the vocabulary; run"
+            " again with engine.device: cpu, which names the row"
+        ),
     )
 
 
@@ -258,12 +260,12 @@ def failure_together(error: Exception, rows: Sequence[int]) -> PsgradError:
     return ModelError(
         f"the model or the loss raised {type(error).__name__} on rows {rows[0]} to {rows[-1]} together,"
         f" though on none of them alone: {_first_line(error)}",
-        cause=(
+        hint=one_line(
             "memory that is just enough for one sample"
             if is_out_of_memory(error)
-            else "a program that depends on the batch's size"
+            else "a program that depends on the batch's size",
+            "set engine.chunk_size: 1 and engine.verify: 1",
         ),
-        next_step="set engine.chunk_size: 1 and engine.verify: 1",
     )
 
 
@@ -285,19 +287,18 @@ def failure_alone(error: Exception, row: int, inputs: Sequence[torch.Tensor]) ->
             " model's forward)"
         )
     return ModelError(
-        f"the model or the loss raised {type(error).__name__} on row {row}: {_first_line(error)}",
-        expected=f"a forward pass that works for one row of the columns that the config names: {given}",
-        cause=cause,
-        next_step="check data.inputs and data.target; --debug shows the line of the model",
+        f"the model or the loss raised {type(error).__name__} on row {row}: {_first_line(error)}; expected"
+        f" a forward pass that works for one row of the columns that the config names: {given}",
+        hint=one_line(cause, "check data.inputs and data.target; --debug shows the line of the model"),
     )
 
 
 def too_large(row: int, error: Exception) -> PsgradError:
     """The error for one row for which memory runs out."""
     return ModelError(
-        f"memory ran out on row {row} alone: {_first_line(error)}",
-        expected="room for one sample's forward and backward pass",
-        next_step="use a device with more memory, or engine.dtype: bfloat16",
+        f"memory ran out on row {row} alone: {_first_line(error)}; expected room for one sample's forward"
+        " and backward pass",
+        hint="use a device with more memory, or engine.dtype: bfloat16",
     )
 
 

@@ -154,16 +154,13 @@ def _require_agreement(
     for row, error, tolerance in zip(rows, errors, tolerances, strict=True):
         if not math.isnan(error) and not error <= tolerance:
             raise SelfCheckError(
-                f"the self-check failed on row {row}: our gradient differs from a plain one-sample gradient"
-                f" by {error:.2e} of its norm",
-                expected=f"at most {tolerance:.0e} in {str(dtype).removeprefix('torch.')}",
-                cause=(
-                    "a rule of psgrad is wrong for this model, or the model behaves differently from one call"
-                    " to the next"
-                ),
-                next_step=(
-                    "please report the model; engine.verify: 0 goes on without the check, with numbers that"
-                    " may be wrong"
+                f"the self-check failed on row {row}: our gradient differs from a plain one-sample"
+                f" gradient by {error:.2e} of its norm; expected at most {tolerance:.0e} in"
+                f" {str(dtype).removeprefix('torch.')}",
+                hint=(
+                    "a rule of psgrad is wrong for this model, or the model behaves differently from"
+                    " one call to the next; please report the model; engine.verify: 0 goes on without"
+                    " the check, with numbers that may be wrong"
                 ),
             )
 
@@ -208,10 +205,10 @@ def _witness(
             raise
         raise SelfCheckError(
             f"the self-check can't run, as PyTorch's autograd fails: {str(error).partition(chr(10))[0]}",
-            cause="psgrad has a rule where PyTorch has no derivative, or none for this dtype",
-            next_step=(
-                "engine.verify: 0 goes on without the check; or run the model with an implementation that"
-                " PyTorch differentiates (experts_implementation: eager, dequantised weights)"
+            hint=(
+                "psgrad has a rule where PyTorch has no derivative, or none for this dtype;"
+                " engine.verify: 0 goes on without the check; or run the model with an implementation"
+                " that PyTorch differentiates (experts_implementation: eager, dequantised weights)"
             ),
         ) from error
     finally:

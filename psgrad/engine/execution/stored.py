@@ -175,16 +175,16 @@ class Stored(Tensor):
         if isinstance(self.source, Quantised):
             return ModelError(
                 f"the model writes into a quantised weight of shape {tuple(self.shape)} ({op})",
-                next_step="leave model.load out, or name a model that is not quantised",
+                hint="leave model.load out, or name a model that is not quantised",
             )
         if self.supply is None and isinstance(self.source, InMemory):
             return ModelError(
                 f"the model writes into a frozen weight that is stored as {self.stored_dtype} ({op})",
-                next_step="set model.dtype: float32",
+                hint="set model.dtype: float32",
             )
         return ModelError(
             f"the model writes into an offloaded weight of shape {tuple(self.shape)} ({op})",
-            next_step="set engine.parameters: resident",
+            hint="set engine.parameters: resident",
         )
 
     def memory_key(self) -> int:

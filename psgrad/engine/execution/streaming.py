@@ -295,9 +295,8 @@ class Stream(RowComputation):
                 found = measure.columns(gradients)
                 if twice := values.keys() & found.keys():
                     raise MeasureError(
-                        f"two measures make the column {min(twice)}",
-                        expected="columns with different names",
-                        next_step="rename the column of your own measure",
+                        f"two measures make the column {min(twice)}; expected columns with different names",
+                        hint="rename the column of your own measure",
                     )
                 values.update(found)
             values = on_the_cpu(values)

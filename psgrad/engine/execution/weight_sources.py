@@ -95,16 +95,20 @@ class WeightFile:
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint {self.path} can't be read: {error.strerror or error}",
-                cause="a disk, or the network to it, that failed in the middle of the run",
-                next_step="copy the checkpoint to a disk that works; a run goes on with --resume",
+                hint=(
+                    "a disk, or the network to it, that failed in the middle of the run; copy the"
+                    " checkpoint to a disk that works; a run goes on with --resume"
+                ),
             ) from error
 
     def _changed(self, how: str) -> CheckpointError:
         return CheckpointError(
-            f"the checkpoint {self.path} has changed while weights were read from it: {how}",
-            expected="the file that the run began with",
-            cause="a training run that saves under this name, or a copy that was not done",
-            next_step="name a checkpoint that stays as it is, or set engine.parameters: resident",
+            f"the checkpoint {self.path} has changed while weights were read from it: {how}; expected the"
+            " file that the run began with",
+            hint=(
+                "a training run that saves under this name, or a copy that was not done; name a"
+                " checkpoint that stays as it is, or set engine.parameters: resident"
+            ),
         )
 
 

@@ -262,9 +262,9 @@ class BatchPass:
     ) -> None:
         if names := [name for name, value in params.items() if value.is_complex()]:
             raise TransformError(
-                f"the parameter {names[0]} is complex, of dtype {params[names[0]].dtype}",
-                expected="real parameters: per-sample gradients are real",
-                next_step="keep its real and imaginary part as parameters, and join them with torch.complex",
+                f"the parameter {names[0]} is complex, of dtype {params[names[0]].dtype}; expected real"
+                " parameters: per-sample gradients are real",
+                hint="keep its real and imaginary part as parameters, and join them with torch.complex",
             )
         self.loss, self.params, self.has_aux = loss, params, has_aux
         self.settings: dict[str, Any] = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
@@ -311,7 +311,7 @@ class BatchPass:
         if self.watch.was_written():
             raise TransformError(
                 f"samples disagree on a branch{divergence.where}, after the loss had written into the batch",
-                next_step="write into a clone, because the loss runs again for the samples of each outcome",
+                hint="write into a clone, because the loss runs again for the samples of each outcome",
             )
         return divergence.groups(
             next(x.device for x, d in zip(self.flat, self.dims, strict=True) if d is not None)

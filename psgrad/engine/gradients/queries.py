@@ -18,7 +18,7 @@ from psgrad.engine.gradients.projections import Projection
 from psgrad.engine.gradients.square_norms import square_norms, sum_of_squares
 from psgrad.engine.gradients.terms import accumulating, blocks
 from psgrad.engine.transforms.private_torch import tree_map
-from psgrad.errors import TransformError
+from psgrad.errors import TransformError, one_line
 
 Per = Literal["total", "parameter", "module"]
 State = TypeVar("State")
@@ -129,8 +129,8 @@ class PerSampleGradients:
         weights = torch.as_tensor(weights, device=self.losses.device)
         if weights.shape != self.losses.shape:
             raise TransformError(
-                f"weighted_sum: weights of shape {tuple(weights.shape)} for {len(self)} samples",
-                expected=f"shape ({len(self)},)",
+                f"weighted_sum: weights of shape {tuple(weights.shape)} for {len(self)} samples; expected"
+                f" shape ({len(self)},)",
             )
         return {name: gradient.weighted_sum(weights) for name, gradient in self.gradients.items()}
 
@@ -195,23 +195,22 @@ class PerSampleGradients:
         names = set(self.gradients), set(other.gradients)
         if names[0] != names[1]:
             raise TransformError(
-                f"inner: only one of the two sets has gradients of {sorted(names[0] ^ names[1])[:8]}",
-                expected="gradients of the same parameters",
-                cause="two different models, or one of them is partly frozen",
-                next_step="select(names) of both sets",
+                f"inner: only one of the two sets has gradients of {sorted(names[0] ^ names[1])[:8]};"
+                " expected gradients of the same parameters",
+                hint="two different models, or one of them is partly frozen; select(names) of both sets",
             )
         for name, gradient in self.gradients.items():
             if gradient.shape != other.gradients[name].shape:
                 raise TransformError(
                     f"inner: {name} has shape {tuple(gradient.shape)} in one set and"
-                    f" {tuple(other.gradients[name].shape)} in the other",
-                    expected="gradients of the same parameters",
-                    cause="two models",
+                    f" {tuple(other.gradients[name].shape)} in the other; expected gradients of the same"
+                    " parameters",
+                    hint="two models",
                 )
         if self.losses.device != other.losses.device:
             raise TransformError(
-                f"inner: one set is on {self.losses.device}, the other on {other.losses.device}",
-                expected="both on one device",
+                f"inner: one set is on {self.losses.device}, the other on {other.losses.device}; expected"
+                " both on one device",
             )
 
     def dot(self, vector: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -221,14 +220,14 @@ class PerSampleGradients:
         unknown = set(vector) - set(self.gradients)
         if unknown:
             raise TransformError(
-                f"dot: no gradient of the name(s) {sorted(unknown)}",
-                expected=f"names among {list(self.gradients)[:8]}",
+                f"dot: no gradient of the name(s) {sorted(unknown)}; expected names among"
+                f" {list(self.gradients)[:8]}",
             )
         for name, direction in vector.items():
             if direction.shape != self.gradients[name].shape:
                 raise TransformError(
-                    f"dot: {name} has shape {tuple(direction.shape)}",
-                    expected=f"{tuple(self.gradients[name].shape)}",
+                    f"dot: {name} has shape {tuple(direction.shape)}; expected"
+                    f" {tuple(self.gradients[name].shape)}",
                 )
 
         def dot(part: PerSampleGradients) -> torch.Tensor:
@@ -302,9 +301,12 @@ class PerSampleGradients:
             if not fitting:
                 close = difflib.get_close_matches(name, self.gradients, n=1)
                 raise TransformError(
-                    f"select: no parameter of the name {name!r}"
-                    + (f"; did you mean {close[0]}?" if close else ""),
-                    expected=f"names among {list(self.gradients)[:8]}, or a pattern that matches some",
+                    one_line(
+                        f"select: no parameter of the name {name!r}"
+                        + (f"; did you mean {close[0]}?" if close else ""),
+                        "expected "
+                        + (f"names among {list(self.gradients)[:8]}, or a pattern that matches some"),
+                    ),
                 )
             chosen.update({each: self.gradients[each] for each in fitting})
         return PerSampleGradients(chosen, self.losses, self.aux)

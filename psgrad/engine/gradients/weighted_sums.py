@@ -165,8 +165,8 @@ def _by_name(
         if weights.keys() != set(names):
             raise TransformError(
                 "per_sample_weighted_sum: only one of the parameters and weights(norms) has"
-                f" {sorted(weights.keys() ^ set(names))[:8]}",
-                expected="weights for each parameter by its name, or one tensor for all",
+                f" {sorted(weights.keys() ^ set(names))[:8]}; expected weights for each parameter by its"
+                " name, or one tensor for all",
             )
         each = {id(value): _checked(value, norms) for value in weights.values()}
         return {name: each[id(weights[name])] for name in names}
@@ -178,8 +178,7 @@ def _checked(weights: torch.Tensor, norms: SquareNorms) -> torch.Tensor:
     if weights.shape != norms.losses.shape:
         raise TransformError(
             f"per_sample_weighted_sum: weights(norms) has shape {tuple(weights.shape)} for {len(norms)}"
-            " samples",
-            expected=f"a tensor of shape ({len(norms)},), one weight a sample",
+            f" samples; expected a tensor of shape ({len(norms)},), one weight a sample",
         )
     return weights
 

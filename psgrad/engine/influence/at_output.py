@@ -55,7 +55,7 @@ class AtOutput(Fitted):
             raise InfluenceError(
                 "scores by the query's output don't split into layers: a loss is no sum over what layers do"
                 " to the output",
-                next_step="set change: gradient, or layers: none",
+                hint="set change: gradient, or layers: none",
             )
         change = _Changes(queries, self.steps)
         for rows, changes in self.steps.training.each(change):

@@ -224,11 +224,10 @@ class ByKernel(Invertible):
             raise InfluenceError(
                 "the leverage correction needs training gradients that are combinations of the curvature's"
                 " rows, and here they are not",
-                cause=(
-                    "a loss that is flat in some direction of the output in which it has a gradient (l1,"
-                    " Huber)"
+                hint=(
+                    "a loss that is flat in some direction of the output in which it has a gradient"
+                    " (l1, Huber); set solver: exact"
                 ),
-                next_step="set solver: exact",
             )
         each = self.coefficients.shape[1]
         own = -self.inverse.shift * self.inverse.diagonal_blocks(each)

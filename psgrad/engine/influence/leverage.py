@@ -54,10 +54,8 @@ class Damping:
         for name, value in (("damping", self.absolute), ("relative_damping", self.relative)):
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ConfigError(
-                    f"{name} is {value}",
-                    expected=(
-                        "a number that is not negative: it is added to every eigenvalue of the curvature"
-                    ),
+                    f"{name} is {value}; expected a number that is not negative: it is added to every"
+                    " eigenvalue of the curvature",
                 )
 
     def resolve(self, mean_eigenvalue: float) -> float:
@@ -69,13 +67,11 @@ class Damping:
         if not math.isfinite(mean_eigenvalue) or mean_eigenvalue < 0:
             raise InfluenceError(
                 f"the curvature's mean eigenvalue is {mean_eigenvalue:.3g}, so no damping can be taken"
-                " from it",
-                expected="a mean eigenvalue above zero",
-                cause=(
+                " from it; expected a mean eigenvalue above zero",
+                hint=(
                     "a Hessian with more negative than positive curvature: the checkpoint is not near a"
-                    " minimum"
+                    " minimum; set curvature: gauss_newton, or an absolute damping"
                 ),
-                next_step="set curvature: gauss_newton, or an absolute damping",
             )
         return self.relative * mean_eigenvalue
 

@@ -15,7 +15,7 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.influence.training_run import TrainingRun
-from psgrad.errors import InfluenceError
+from psgrad.errors import InfluenceError, one_line
 
 Per = Literal["total", "parameter", "module"]
 Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k, m] float64
@@ -243,12 +243,12 @@ def flat_rows(value: torch.Tensor) -> torch.Tensor:
 def not_finite_gradients(arrived: str) -> InfluenceError:
     """The error of a training set with gradients that are not finite."""
     return InfluenceError(
-        arrived,
-        expected="finite gradients of all training examples",
-        cause=(
-            "a loss that is infinite or NaN on some of them, or a checkpoint of a training run that diverged"
+        one_line(arrived, "expected finite gradients of all training examples"),
+        hint=(
+            "a loss that is infinite or NaN on some of them, or a checkpoint of a training run that"
+            " diverged; find them with `psgrad analyze`, which names the rows, and leave them out of"
+            " the data"
         ),
-        next_step="find them with `psgrad analyze`, which names the rows, and leave them out of the data",
     )
 
 

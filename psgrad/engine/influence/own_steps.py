@@ -16,7 +16,7 @@ from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.influence.training_steps import StepBatch, Steps, TrainingState
 from psgrad.engine.transforms import vjp, vmap
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from psgrad.errors import ModelError, TransformError
+from psgrad.errors import ModelError, TransformError, one_line
 
 SIGNATURE = "step(params, state, batch, weights) -> params, state"
 # Two runs of a step may differ by this share of its change: rounding, where a GPU adds in another order.
@@ -57,10 +57,12 @@ class OwnSteps(Steps):
         odd = next((leaf for leaf in tree_leaves(state) if not isinstance(leaf, torch.Tensor)), None)
         if odd is not None:
             raise ModelError(
-                f"the first state of the training step {self.name} has a value of type {type(odd).__name__}",
-                expected="dicts, lists or tuples of tensors",
-                cause="a count or a rate that is a number of Python",
-                next_step="make it a tensor: torch.zeros((), dtype=torch.int64) for a count",
+                f"the first state of the training step {self.name} has a value of type"
+                f" {type(odd).__name__}; expected dicts, lists or tuples of tensors",
+                hint=(
+                    "a count or a rate that is a number of Python; make it a tensor: torch.zeros((),"
+                    " dtype=torch.int64) for a count"
+                ),
             )
         # An own copy: a function may return the parameters themselves.
         return tree_map(lambda leaf: leaf.detach().clone(), state)
@@ -107,20 +109,25 @@ class OwnSteps(Steps):
         one, other = (tree_leaves(self.after(point.params, point.state, batch, weights)) for _ in range(2))
         if _apart(begun, tree_leaves((point.params, point.state))):
             raise ModelError(
-                f"the training step {self.name} writes into the tensors that it is given",
-                expected="new tensors of parameters and state; those of the step before stay as they are",
-                cause="an update in place, such as p -= rate * g or p.sub_(...)",
-                next_step="compute new tensors: p - rate * g",
+                f"the training step {self.name} writes into the tensors that it is given; expected new"
+                " tensors of parameters and state; those of the step before stay as they are",
+                hint=(
+                    "an update in place, such as p -= rate * g or p.sub_(...); compute new tensors: p -"
+                    " rate * g"
+                ),
             )
         apart, way = _apart(one, other), _apart(one, begun)
         if math.isfinite(way) and not apart <= _ROUNDING * way:
             raise ModelError(
-                f"the training step {self.name} can't be computed again: the first step, run twice from the"
-                f" same parameters and state, ended {apart / way if way else 1:.2g} times as far apart as it"
-                " goes",
-                expected=_PURE,
-                cause="random numbers of PyTorch's global generator, or a variable outside of the step",
-                next_step=_DRAWS,
+                one_line(
+                    f"the training step {self.name} can't be computed again: the first step, run twice from"
+                    f" the same parameters and state, ended {apart / way if way else 1:.2g} times as far"
+                    " apart as it goes",
+                    "expected " + (_PURE),
+                ),
+                hint=one_line(
+                    "random numbers of PyTorch's global generator, or a variable outside of the step", _DRAWS
+                ),
             )
 
     def depends_on_weights(self, point: TrainingState, batch: StepBatch) -> bool:
@@ -136,10 +143,8 @@ class OwnSteps(Steps):
             *_, derivatives = self.pulled(point.params, point.state, batch, of_params, of_state)
         except TransformError as error:
             raise ModelError(
-                f"the training step {self.name} can't be differentiated: {error.arrived}",
-                expected=error.expected or "operators of PyTorch that have a derivative",
-                cause=error.cause,
-                next_step=error.next_step
+                f"the training step {self.name} can't be differentiated: {error.message}",
+                hint=error.hint
                 or "take gradients in the step by torch.func.grad, or by grad of psgrad.engine.transforms",
             ) from error
         return bool((derivatives != 0).any())
@@ -147,12 +152,14 @@ class OwnSteps(Steps):
     def require_weights(self, seen: bool) -> None:
         if not seen:
             raise ModelError(
-                f"the training step {self.name} does not use the weights of its examples: the derivative of"
-                " each step by each of them is zero",
-                expected="a step along the mean of weights * losses, or another function of the weights [b]",
-                cause="the mean of the losses without weights, or an update under torch.no_grad() or of"
-                " detached gradients, which has no derivative",
-                next_step="multiply the losses [b] by weights [b], and leave no_grad() and detach() out",
+                f"the training step {self.name} does not use the weights of its examples: the derivative"
+                " of each step by each of them is zero; expected a step along the mean of weights *"
+                " losses, or another function of the weights [b]",
+                hint=(
+                    "the mean of the losses without weights, or an update under torch.no_grad() or of"
+                    " detached gradients, which has no derivative; multiply the losses [b] by weights"
+                    " [b], and leave no_grad() and detach() out"
+                ),
             )
 
     def _checked(self, params: Vectors, state: Any, returned: Any) -> tuple[Vectors, Any]:
@@ -192,12 +199,11 @@ class OwnSteps(Steps):
                 )
         return {name: moved[name] for name in params}, after
 
-    def _error(self, what: str, cause: str, next_step: str) -> ModelError:
+    def _error(self, what: str, cause: str, hint: str) -> ModelError:
         return ModelError(
-            f"the training step {self.name} {what}",
-            expected=f"{SIGNATURE}, of the same names, structure, shapes and types as it is given",
-            cause=cause,
-            next_step=next_step,
+            f"the training step {self.name} {what}; expected {SIGNATURE}, of the same names, structure,"
+            " shapes and types as it is given",
+            hint=one_line(cause, hint),
         )
 
 

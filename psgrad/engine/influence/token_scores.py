@@ -48,9 +48,9 @@ class TokenTerms:
         inputs = tuple(x[0] for x in batch)
         if target is None or target.dim() != 2:
             raise InfluenceError(
-                "influence.level: token needs a loss of positions, and this loss has one value a sample",
-                expected="the loss token_cross_entropy, with a target for each position",
-                next_step="set influence.level: sample",
+                "influence.level: token needs a loss of positions, and this loss has one value a sample;"
+                " expected the loss token_cross_entropy, with a target for each position",
+                hint="set influence.level: sample",
             )
         bare = cls(examples, row, ignored, inputs, target[0], 1.0)
         each = bare.losses(examples.params)
@@ -61,10 +61,9 @@ class TokenTerms:
             if torch.allclose(total * scaled, whole, rtol=_CLOSE, atol=1e-12):
                 return cls(examples, row, ignored, inputs, target[0], scaled)
         raise InfluenceError(
-            f"the loss of row {row} is {float(whole):.6g}, and the losses of its {counted} tokens add up to"
-            f" {float(total):.6g}",
-            expected="a loss that is the mean or the sum of its tokens' losses",
-            next_step="set influence.level: sample",
+            f"the loss of row {row} is {float(whole):.6g}, and the losses of its {counted} tokens add up"
+            f" to {float(total):.6g}; expected a loss that is the mean or the sum of its tokens' losses",
+            hint="set influence.level: sample",
         )
 
     @property

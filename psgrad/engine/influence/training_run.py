@@ -96,11 +96,13 @@ class OnDisk:
     def _unwritable(self, error: OSError) -> InfluenceError:
         return InfluenceError(
             f"state number {self._count:,} of the training run can't be written to {self._folder}:"
-            f" {error.strerror}",
-            expected=f"{self._bytes:,} free bytes for each state (influence.training.states: disk)",
-            cause="a full disk or a quota, or a folder that can't be written to",
-            next_step="free some space, choose an --output on another disk, or set"
-            " influence.training.states: memory, which computes again what does not fit",
+            f" {error.strerror}; expected {self._bytes:,} free bytes for each state"
+            " (influence.training.states: disk)",
+            hint=(
+                "a full disk or a quota, or a folder that can't be written to; free some space, choose"
+                " an --output on another disk, or set influence.training.states: memory, which computes"
+                " again what does not fit"
+            ),
         )
 
 
@@ -367,9 +369,11 @@ class TrainingRun:
             return
         raise InfluenceError(
             "the training that influence.training describes diverged: its weights are not finite",
-            cause="the learning rate is too high for this model, or its loss is not bounded on these rows",
-            next_step="set a smaller learning rate: influence.training.learning_rate, or that of a step of"
-            " your own",
+            hint=(
+                "the learning rate is too high for this model, or its loss is not bounded on these"
+                " rows; set a smaller learning rate: influence.training.learning_rate, or that of a"
+                " step of your own"
+            ),
         )
 
     def _require_same_end(self, end: Vectors) -> None:
@@ -378,11 +382,13 @@ class TrainingRun:
             return
         raise InfluenceError(
             f"the training run, computed again, ends {apart / way if way else 1:.2g} times as far from its"
-            " first end as the initial weights are",
-            expected="the same end each time: a step is a function of its arguments alone",
-            cause="a step after the first one draws random numbers, or reads a variable that others change",
-            next_step="keep what changes from step to step in the state, and draw by a generator that is made"
-            " in the step from a seed and a count in the state",
+            " first end as the initial weights are; expected the same end each time: a step is a function"
+            " of its arguments alone",
+            hint=(
+                "a step after the first one draws random numbers, or reads a variable that others"
+                " change; keep what changes from step to step in the state, and draw by a generator"
+                " that is made in the step from a seed and a count in the state"
+            ),
         )
 
 

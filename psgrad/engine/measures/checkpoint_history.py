@@ -18,7 +18,7 @@ from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.objective import Objective, Summary
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.measures.measure import Arrays, CheckpointModel, Measure, Setting
-from psgrad.errors import MeasureError
+from psgrad.errors import MeasureError, one_line
 
 _PREFIX = "moments"
 
@@ -222,16 +222,15 @@ def require_checkpoints(measure: Measure, setting: Setting, least: int, why: str
     if count < least:
         raise MeasureError(
             f"the measure {measure.name} looks at several checkpoints, and analyze.checkpoints lists"
-            f" {count or 'none'}",
-            expected=f"at least {least}: {why}",
-            cause=(
-                "model.checkpoint is the one model that everything else is measured at; it is not counted"
-                if count < 2
-                else None
-            ),
-            next_step=(
-                f"list a training run's files, in order, in analyze.checkpoints; or take {measure.name} out"
-                " of analyze.measures"
+            f" {count or 'none'}; expected at least {least}: {why}",
+            hint=(
+                one_line(
+                    "model.checkpoint is the one model that everything else is measured at; it is not counted"
+                    if count < 2
+                    else None,
+                    f"list files of a training run, in order, in analyze.checkpoints; or take"
+                    f" {measure.name} out of analyze.measures",
+                )
             ),
         )
 
@@ -247,12 +246,7 @@ def require_labels(measure: Measure, setting: Setting) -> None:
     words = {"value": "a value to come near to", "custom": "a form of its own"}
     raise MeasureError(
         f"the measure {measure.name} asks whether a prediction is right, and this loss has"
-        f" {words.get(setting.kind, 'soft labels')}",
-        expected=(
-            "a loss over labels: cross_entropy, nll or token_cross_entropy with whole numbers, or"
-            " bce_with_logits"
-        ),
-        next_step=(
-            f"take {measure.name} out of analyze.measures; trajectory follows the loss itself, whatever it is"
-        ),
+        f" {words.get(setting.kind, 'soft labels')}; expected a loss over labels: cross_entropy, nll or"
+        " token_cross_entropy with whole numbers, or bce_with_logits",
+        hint=f"take {measure.name} out of analyze.measures; trajectory follows any loss",
     )

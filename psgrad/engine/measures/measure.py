@@ -184,9 +184,9 @@ class Measure:
         samples.
         """
         return MeasureError(
-            f"the measure {self.name} gathers over all samples, and has no method merge",
-            expected="merge(state), which adds what another process gathered, a result of `state`",
-            next_step="add the method, or run the measure in one process",
+            f"the measure {self.name} gathers over all samples, and has no method merge; expected"
+            " merge(state), which adds what another process gathered, a result of `state`",
+            hint="add the method, or run the measure in one process",
         )
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
@@ -212,20 +212,15 @@ def require_classes(measure: Measure, setting: Setting) -> None:
     if setting.kind != "class" or setting.classes is None:
         raise MeasureError(
             f"the measure {measure.name} looks at the class of each sample, and this loss has"
-            f" {_what(setting)}",
-            expected=(
-                "a loss over classes (cross_entropy, nll) whose output is one vector of classes a sample"
-            ),
-            next_step=f"take {measure.name} out of analyze.measures",
+            f" {_what(setting)}; expected a loss over classes (cross_entropy, nll) whose output is one"
+            " vector of classes a sample",
+            hint=f"take {measure.name} out of analyze.measures",
         )
     if setting.targets is None and not _is_whole(setting.examples.read(0, 1).target):
         raise MeasureError(
-            f"the measure {measure.name} looks at the class of each sample, and the targets are probabilities"
-            " of classes",
-            expected="targets that are whole numbers, one class a sample",
-            next_step=(
-                f"take {measure.name} out of analyze.measures, or give the likeliest class as the target"
-            ),
+            f"the measure {measure.name} looks at the class of each sample, and the targets are"
+            " probabilities of classes; expected targets that are whole numbers, one class a sample",
+            hint=f"take {measure.name} out of analyze.measures, or give the likeliest class as the target",
         )
 
 

@@ -24,7 +24,7 @@ from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.projections.projection import key_of, normals, signs, streams, words_at
 from psgrad.engine.measures.measure import Arrays, Measure
 from psgrad.engine.transforms.private_torch import storage_key
-from psgrad.errors import MeasureError, TransformError
+from psgrad.errors import MeasureError, TransformError, one_line
 from psgrad.ragged import Block
 
 # The free memory divided by this is for gradients that are kept for the second pass.
@@ -223,11 +223,8 @@ def refusing(measure: Measure, columns: Iterator[Columns], needs: str) -> Iterat
         yield from columns
     except TransformError as error:
         raise MeasureError(
-            f"the measure {measure.name} needs {needs}, which this model does not give: {error.arrived}",
-            expected=error.expected,
-            cause=error.cause,
-            next_step=f"take {measure.name} out of analyze.measures"
-            + (f"; or: {error.next_step}" if error.next_step else ""),
+            f"the measure {measure.name} needs {needs}, which this model does not give: {error.message}",
+            hint=one_line(f"take {measure.name} out of analyze.measures", error.hint and f"or: {error.hint}"),
         ) from error
 
 

@@ -144,10 +144,9 @@ class GradientSums:
         if needed > free // 2:
             raise MeasureError(
                 f"the measure {measure.name} keeps a mean gradient for each of {setting.classes} classes:"
-                f" {needed / 2**30:.1f} GiB for {self.flat.size:,} parameters, and {free / 2**30:.1f} GiB are"
-                " free",
-                expected="half of the free memory at most",
-                next_step=(
+                f" {needed / 2**30:.1f} GiB for {self.flat.size:,} parameters, and {free / 2**30:.1f} GiB"
+                " are free; expected half of the free memory at most",
+                hint=(
                     f"take {measure.name} out of analyze.measures, or freeze parameters that need not be"
                     " looked at"
                 ),

@@ -67,8 +67,8 @@ class Account:
             }
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"the privacy account of the optimiser's state can't be read: {error}",
-                expected="what the state_dict() of a private optimiser has",
+                f"the privacy account of the optimiser's state can't be read: {error}; expected what the"
+                " state_dict() of a private optimiser has",
             ) from error
         for process, runs in read.items():
             if _steps(runs) > _steps(self._runs.get(process, [])):

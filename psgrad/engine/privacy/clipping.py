@@ -21,7 +21,7 @@ import torch
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.rounding import noisy
-from psgrad.errors import ConfigError
+from psgrad.errors import ConfigError, one_line
 
 Rule = Literal["clip", "automatic"]
 
@@ -63,10 +63,11 @@ class Clipping:
 
     def __post_init__(self) -> None:
         if self.rule not in ("clip", "automatic"):
-            raise ConfigError(f"the clipping rule is {self.rule!r}", expected="clip or automatic")
+            raise ConfigError(f"the clipping rule is {self.rule!r}; expected clip or automatic")
         if not any(group.parameters for group in self.groups):
             raise ConfigError(
-                "there is no parameter to clip", cause="a model whose parameters are all frozen"
+                "there is no parameter to clip",
+                hint="a model whose parameters are all frozen",
             )
         for group in self.groups:
             _assert_positive(f"the clipping norm of {group.name!r}", group.bound, _SMALLEST, _LARGEST)
@@ -77,8 +78,7 @@ class Clipping:
                 if name in seen:
                     raise ConfigError(
                         f"the parameter {name!r} is in two clipping groups, {seen[name]!r} and"
-                        f" {group.name!r}",
-                        expected="each parameter in one group",
+                        f" {group.name!r}; expected each parameter in one group",
                     )
                 seen[name] = group.name
 
@@ -122,19 +122,17 @@ class Clipping:
             fitting = next((pattern for pattern in bounds if fnmatch.fnmatchcase(name, pattern)), None)
             if fitting is None:
                 raise ConfigError(
-                    f"no clipping group takes the parameter {name!r}",
-                    expected=f"each parameter in one group; the patterns are {list(bounds)}",
-                    next_step="end the groups with the pattern '*'",
+                    f"no clipping group takes the parameter {name!r}; expected each parameter in one"
+                    f" group; the patterns are {list(bounds)}",
+                    hint="end the groups with the pattern '*'",
                 )
             members[fitting].append(name)
         for pattern, matched in members.items():
             if not matched:
                 raise ConfigError(
-                    f"the clipping group {pattern!r} has no parameter",
-                    expected=(
-                        f"a pattern that fits some of {names[:8]}, and is not behind one that fits them all"
-                    ),
-                    cause="a misspelt name, or an order in which an earlier pattern takes all",
+                    f"the clipping group {pattern!r} has no parameter; expected a pattern that fits some"
+                    f" of {names[:8]}, and is not behind one that fits them all",
+                    hint="a misspelt name, or an order in which an earlier pattern takes all",
                 )
         return cls(
             tuple(Group(pattern, tuple(matched), bounds[pattern]) for pattern, matched in members.items()),
@@ -147,9 +145,8 @@ class Clipping:
         """
         if len(self.groups) != 1:
             raise ConfigError(
-                f"a bound that adapts was asked of {len(self.groups)} clipping groups",
-                expected="one group",
-                next_step="set groups: flat",
+                f"a bound that adapts was asked of {len(self.groups)} clipping groups; expected one group",
+                hint="set groups: flat",
             )
         return replace(self, groups=(replace(self.groups[0], bound=bound),))
 
@@ -175,12 +172,14 @@ class Clipping:
                 "without gradient": grouped - square_norms.keys(),
             }
             raise ConfigError(
-                "the clipping groups are not of the parameters that have gradients; "
-                + "; ".join(
-                    f"{kind}: {', '.join(sorted(names)[:8])}" for kind, names in kinds.items() if names
+                one_line(
+                    "the clipping groups are not of the parameters that have gradients; "
+                    + "; ".join(
+                        f"{kind}: {', '.join(sorted(names)[:8])}" for kind, names in kinds.items() if names
+                    ),
+                    "expected every parameter that is trained in one group, and no other",
                 ),
-                expected="every parameter that is trained in one group, and no other",
-                cause="groups that were made for another model, or before some of its parameters were frozen",
+                hint="groups that were made for another model, or before some of its parameters were frozen",
             )
         return self.group_sums(square_norms).sqrt_()
 
@@ -242,7 +241,7 @@ class Clipping:
 def _assert_positive(what: str, value: float, smallest: float, largest: float) -> None:
     if not (smallest <= value <= largest and 0 < value < math.inf):
         limits = f" from {smallest:g} to {largest:g}" if smallest else ""
-        raise ConfigError(f"{what} is {value!r}", expected=f"a positive number{limits}")
+        raise ConfigError(f"{what} is {value!r}; expected a positive number{limits}")
 
 
 # The range of the bound: clipping takes no other. The largest move of one step, as a logarithm: beyond any
@@ -273,12 +272,12 @@ class AdaptiveBound:
     def __post_init__(self) -> None:
         if not _SMALLEST <= self.bound <= _LARGEST:
             raise ConfigError(
-                f"the clipping bound to start from is {self.bound!r}",
-                expected=f"a number from {_SMALLEST:g} to {_LARGEST:g}",
+                f"the clipping bound to start from is {self.bound!r}; expected a number from {_SMALLEST:g}"
+                f" to {_LARGEST:g}",
             )
         if not 0 <= self.quantile <= 1:
             raise ConfigError(
-                f"the quantile of the adaptive bound is {self.quantile!r}", expected="a number from 0 to 1"
+                f"the quantile of the adaptive bound is {self.quantile!r}; expected a number from 0 to 1"
             )
         for name, value in (
             ("learning rate", self.learning_rate),
@@ -286,7 +285,7 @@ class AdaptiveBound:
         ):
             if not 0 < value < math.inf:
                 raise ConfigError(
-                    f"the {name} of the adaptive bound is {value!r}", expected="a positive number"
+                    f"the {name} of the adaptive bound is {value!r}; expected a positive number"
                 )
 
     @staticmethod

@@ -139,10 +139,12 @@ class Coins:
         if self.shared(seeds):
             raise ModelError(
                 "the model or the loss draws from NumPy's or Python's random generators while records are"
-                " computed, and the records of a chunk share such a number",
-                expected="random numbers of PyTorch's operators, which are drawn for each record",
-                cause="random.random or numpy.random in a forward pass, as for a layer that is left out",
-                next_step="draw with torch.rand and its like, or set privacy.records: alone",
+                " computed, and the records of a chunk share such a number; expected random numbers of"
+                " PyTorch's operators, which are drawn for each record",
+                hint=(
+                    "random.random or numpy.random in a forward pass, as for a layer that is left out;"
+                    " draw with torch.rand and its like, or set privacy.records: alone"
+                ),
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -174,11 +176,13 @@ class Draws:
             for (where, what), (other_where, other_what) in zip(each._noted, most, strict=False):
                 if where != other_where or not (what == other_what or None in (what, other_what)):
                     raise ModelError(
-                        "records take several branches of the model or the loss, which draw random numbers of"
-                        " other shapes, and records would share some",
-                        expected="the same draws in each branch, or more of them in one than in another",
-                        cause="an `if` on a number of a record, and layers of several sizes that draw in it",
-                        next_step="draw before the branch, or set privacy.records: alone",
+                        "records take several branches of the model or the loss, which draw random"
+                        " numbers of other shapes, and records would share some; expected the same draws"
+                        " in each branch, or more of them in one than in another",
+                        hint=(
+                            "an `if` on a number of a record, and layers of several sizes that draw in"
+                            " it; draw before the branch, or set privacy.records: alone"
+                        ),
                     )
 
 
@@ -208,12 +212,14 @@ def _seeds_watched(generators: list[torch.Generator], draws: Draws | None) -> It
 
 def _seeded_by_the_model() -> ModelError:
     return ModelError(
-        "the model or the loss seeds PyTorch's random generator while records are computed, or draws from one"
-        f" that it has made there{diagnostics.where()}",
-        expected="secret random numbers for each record, from generators that psgrad has seeded",
-        cause="torch.manual_seed, a state that is set, or torch.Generator() in a forward pass",
-        next_step="leave the seed out; draw a number that stays the same where the model is built; keep a"
-        " generator in an attribute",
+        "the model or the loss seeds PyTorch's random generator while records are computed, or draws from"
+        f" one that it has made there{diagnostics.where()}; expected secret random numbers for each"
+        " record, from generators that psgrad has seeded",
+        hint=(
+            "torch.manual_seed, a state that is set, or torch.Generator() in a forward pass; leave the"
+            " seed out; draw a number that stays the same where the model is built; keep a generator in"
+            " an attribute"
+        ),
     )
 
 
@@ -254,10 +260,10 @@ def _require_seedable(generator: Any) -> None:
         _restore(generator, before)
     except Exception as error:
         raise ModelError(
-            f"a random generator of type {type(generator).__name__} is among the attributes of the model, the"
-            f" loss or the dataset, and can't be seeded: {error}",
-            expected="generators of PyTorch, NumPy and Python, whose numbers are drawn from a secret seed",
-            next_step="use torch.Generator, numpy.random.default_rng or random.Random",
+            f"a random generator of type {type(generator).__name__} is among the attributes of the model,"
+            f" the loss or the dataset, and can't be seeded: {error}; expected generators of PyTorch,"
+            " NumPy and Python, whose numbers are drawn from a secret seed",
+            hint="use torch.Generator, numpy.random.default_rng or random.Random",
         ) from error
 
 

@@ -78,13 +78,13 @@ class RecordsApart:
 
 def _mixing(how: str) -> DataError:
     return DataError(
-        f"the loader's collate_fn makes batches whose {how}",
-        expected="a row for each record, which is the same whatever other records are in the batch",
-        cause=(
+        f"the loader's collate_fn makes batches whose {how}; expected a row for each record, which is the"
+        " same whatever other records are in the batch",
+        hint=(
             "mixup, a normalisation by the batch, or masks that are drawn for a batch: one record more"
-            " changes others' gradients, and clipping bounds nothing"
+            " changes others' gradients, and clipping bounds nothing; do it in the dataset, row by row,"
+            " with what is public"
         ),
-        next_step="do it in the dataset, row by row, with what is public",
     )
 
 

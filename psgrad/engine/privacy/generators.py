@@ -54,13 +54,12 @@ class Generator(ABC):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         # Copies, pickles, and objects sent to a worker process.
         raise ConfigError(
-            f"a random generator ({self.name}) was to be copied or pickled",
-            expected="one generator in one process",
-            cause=(
+            f"a random generator ({self.name}) was to be copied or pickled; expected one generator in one"
+            " process",
+            hint=(
                 "a copy would repeat the noise, and whoever sees two results with the same noise can"
-                " subtract it"
+                " subtract it; make a generator where it is needed, with make_generator"
             ),
-            next_step="make a generator where it is needed, with make_generator",
         )
 
 

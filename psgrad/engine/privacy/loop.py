@@ -105,8 +105,8 @@ def make_private(
     drawn = LoopSampling.of(data_loader, poisson_sampling, sample_rate, expected_batch_size)
     if isinstance(module, PrivateModule) or isinstance(optimizer, PrivateOptimizer):
         raise ConfigError(
-            "make_private was given what it made before",
-            expected="the module and the optimiser themselves: `.module` and `.original_optimizer`",
+            "make_private was given what it made before; expected the module and the optimiser"
+            " themselves: `.module` and `.original_optimizer`",
         )
     account = account_of(module, optimizer, ledger)
     objective = Objective(module, _of_one(criterion))
@@ -164,9 +164,9 @@ class _Loop:
         """The inputs that the model was called with for this output. Raises LossError for another object."""
         if self.called is None or self.called[1] is not output:
             raise LossError(
-                "the loss was given another output than the model's last one in train mode",
-                expected="criterion(model(inputs), target): psgrad computes both again, record by record",
-                next_step="put what is done to the output into the criterion, or into the model",
+                "the loss was given another output than the model's last one in train mode; expected"
+                " criterion(model(inputs), target): psgrad computes both again, record by record",
+                hint="put what is done to the output into the criterion, or into the model",
             )
         return self.called[0]
 
@@ -177,15 +177,15 @@ class _Loop:
         rows = len(inputs[0])
         if self.drawn.size is None or self._batch is not None:
             raise ConfigError(
-                "a step was to have a batch that was not drawn for it",
-                expected="one batch of the private loader for each step, and one backward() for each batch",
-                cause="a batch that is used twice, gradients that are accumulated, or another loader",
+                "a step was to have a batch that was not drawn for it; expected one batch of the private"
+                " loader for each step, and one backward() for each batch",
+                hint="a batch that is used twice, gradients that are accumulated, or another loader",
             )
         if rows != self.drawn.size:
             raise ConfigError(
-                f"the model was called with {rows} rows, and the loader drew {self.drawn.size} records",
-                expected="one row for each record",
-                cause="rows were added, left out or taken from elsewhere",
+                f"the model was called with {rows} rows, and the loader drew {self.drawn.size} records;"
+                " expected one row for each record",
+                hint="rows were added, left out or taken from elsewhere",
             )
         if not self._checked and rows > 1:
             self._check(inputs, target)
@@ -200,7 +200,7 @@ class _Loop:
             require_separate_records(self.objective, *few)
         except NotRun as error:
             warnings.warn(
-                f"whether the model keeps records apart was not checked: {error.arrived}", stacklevel=4
+                f"whether the model keeps records apart was not checked: {error.message}", stacklevel=4
             )
         self._state.renew()
 
@@ -208,8 +208,8 @@ class _Loop:
         """The clipped sum of the batch that was kept. Raises ConfigError where there is none."""
         if self._batch is None:
             raise ConfigError(
-                "optimizer.step() was called without a batch",
-                expected="loss.backward() of a private loss before each step",
+                "optimizer.step() was called without a batch; expected loss.backward() of a private loss"
+                " before each step",
             )
         inputs, target = self._batch
         self._batch = self.drawn.size = self.called = None
@@ -245,7 +245,7 @@ class PrivateModule(nn.Module):
         if not self.training or not torch.is_grad_enabled():
             return self.module(*inputs)
         if not inputs or not all(isinstance(x, Tensor) for x in inputs):
-            raise ModelError("the model was called without tensors", expected="tensors with a row a record")
+            raise ModelError("the model was called without tensors; expected tensors with a row a record")
         with torch.no_grad():
             self._loop[0].begin(inputs)
             output = self.module(*inputs)

@@ -35,12 +35,12 @@ class LoopSampling(NamedTuple):
         """As make_private has them. Raises ConfigError for a loader or numbers that no batch is drawn by."""
         _require_drawable(loader, poisson)
         if expected is not None and not 0 < expected < math.inf:
-            raise ConfigError(f"expected_batch_size is {expected!r}", expected="a positive number of records")
+            raise ConfigError(f"expected_batch_size is {expected!r}; expected a positive number of records")
         if not poisson:
             if rate is not None:
                 raise ConfigError(
-                    "sample_rate was given with poisson_sampling=False",
-                    expected="one of them: batches of one size have no rate",
+                    "sample_rate was given with poisson_sampling=False; expected one of them: batches of"
+                    " one size have no rate",
                 )
             size = loader.batch_size or 1
             sampling = Sampling("fixed", batch_size=size)
@@ -63,12 +63,14 @@ class DrawnBatch:
         """Raises ConfigError after a batch on which no step was taken."""
         if self.size is not None:
             raise ConfigError(
-                "the loader was asked for a batch, and no step was taken on the one before",
-                expected="a drawn batch is stepped: loss.backward() and optimizer.step() for each, an empty"
-                " one and one of an infinite loss, too (records without a finite gradient add zero)",
-                cause="`continue`, `break`, or batches that the loop puts together by itself: whether a batch"
-                " is left out depends on the data, and nothing hides it",
-                next_step="take the step; after an interrupt, make_private goes on with the original parts",
+                "the loader was asked for a batch, and no step was taken on the one before; expected a"
+                " drawn batch is stepped: loss.backward() and optimizer.step() for each, an empty one and"
+                " one of an infinite loss, too (records without a finite gradient add zero)",
+                hint=(
+                    "`continue`, `break`, or batches that the loop puts together by itself: whether a"
+                    " batch is left out depends on the data, and nothing hides it; take the step; after"
+                    " an interrupt, make_private goes on with the original parts"
+                ),
             )
 
 
@@ -132,24 +134,23 @@ def _require_drawable(loader: DataLoader[Any], poisson: bool) -> None:
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
         raise ConfigError(
-            f"the loader's dataset is of type {type(dataset).__name__}",
-            expected="a dataset with a length and rows by number, of which each step draws some",
+            f"the loader's dataset is of type {type(dataset).__name__}; expected a dataset with a length"
+            " and rows by number, of which each step draws some",
         )
     if not len(loader):
         raise ConfigError(
-            "the loader has no batches",
-            expected="one or more",
-            cause="drop_last=True and fewer rows than a batch has",
+            "the loader has no batches; expected one or more",
+            hint="drop_last=True and fewer rows than a batch has",
         )
     if not poisson and loader.batch_size is None:
-        raise ConfigError("the loader has no batch_size", expected="one, for batches of a fixed size")
+        raise ConfigError("the loader has no batch_size; expected one, for batches of a fixed size")
     if type(loader.batch_sampler) not in (BatchSampler, type(None)) or not _takes_each_row(loader):
         sampler = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else loader.sampler
         raise ConfigError(
-            f"the loader has a sampler of its own, a {type(sampler).__name__}, and make_private draws in its"
-            " place",
-            expected="the loader's default, or shuffle=True: rows that a sampler leaves out would be drawn",
-            next_step="choose the rows with torch.utils.data.Subset, and leave the sampler out",
+            f"the loader has a sampler of its own, a {type(sampler).__name__}, and make_private draws in"
+            " its place; expected the loader's default, or shuffle=True: rows that a sampler leaves out"
+            " would be drawn",
+            hint="choose the rows with torch.utils.data.Subset, and leave the sampler out",
         )
 
 

@@ -69,7 +69,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
-            raise ConfigError("step was given a closure", expected="one gradient a step: no closure")
+            raise ConfigError("step was given a closure; expected one gradient a step: no closure")
         training = self._training
         clipped = training.clipped(np.arange(0))  # of the batch that the loop has
         self._account.pay(training.event())

@@ -33,12 +33,9 @@ class Noise:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.multiplier) and self.multiplier >= 0):
             raise ConfigError(
-                f"the noise multiplier is {self.multiplier}",
-                expected=(
-                    "a finite number, at least 0: the noise's standard deviation as a multiple of the"
-                    " sensitivity"
-                ),
-                next_step="leave the multiplier out and give a target_epsilon, from which it is computed",
+                f"the noise multiplier is {self.multiplier}; expected a finite number, at least 0: the"
+                " noise's standard deviation as a multiple of the sensitivity",
+                hint="leave the multiplier out and give a target_epsilon, from which it is computed",
             )
 
     def standard_deviation(self, sensitivity: float) -> float:
@@ -67,7 +64,7 @@ class Noise:
             if value.dtype != torch.float64:
                 raise ConfigError(
                     f"the sum of {name} is {value.dtype}",
-                    next_step="sum in float64; what is released may be converted afterwards",
+                    hint="sum in float64; what is released may be converted afterwards",
                 )
         if not self.multiplier:
             return {name: value.clone() for name, value in sums.items()}

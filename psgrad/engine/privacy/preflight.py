@@ -19,7 +19,7 @@ from psgrad import random_state
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.privacy.unchanged import Unchanged
 from psgrad.engine.transforms.private_torch import BatchNormBase, NormBase, tree_leaves, tree_map
-from psgrad.errors import ModelError, PsgradError
+from psgrad.errors import ModelError, PsgradError, one_line
 
 # As a share of an output's largest entry: kernels for batches of other sizes round differently, layers that
 # mix records change it by much more.
@@ -115,10 +115,10 @@ def require_no_batch_statistics(model: nn.Module) -> None:
             )
         if isinstance(layer, BatchNormBase) and (layer.training or layer.running_mean is None):
             raise ModelError(
-                f"the layer {_of(name, layer)} takes its statistics from the batch, on which every record's"
-                " output then depends",
-                expected="an output for each record that depends on no other record",
-                next_step=(
+                f"the layer {_of(name, layer)} takes its statistics from the batch, on which every"
+                " record's output then depends; expected an output for each record that depends on no"
+                " other record",
+                hint=(
                     "replace it by nn.GroupNorm, or build it with track_running_stats=True and set"
                     " model.mode: eval"
                 ),
@@ -171,7 +171,7 @@ class _FewRows:
                 first_line = next(iter(str(error).splitlines()), "")
                 raise NotRun(
                     f"the model or the loss raised {type(error).__name__} on {what}: {first_line}",
-                    next_step="call the model on one row, with a batch axis of one, to see why",
+                    hint="call the model on one row, with a batch axis of one, to see why",
                 ) from error
 
     def require_no_update(self) -> None:
@@ -191,13 +191,13 @@ class _FewRows:
             if self._apart(after, before) > self._tolerance():
                 raise ModelError(
                     f"the loss of row {row} of the rows looked at is {before.item():.6g}, and"
-                    f" {after.item():.6g} once others have passed",
-                    expected="a loss of each record that depends on no other record",
-                    cause=(
-                        "the model or the loss keeps something of what it has seen (a memory bank, a running"
-                        " average), or draws from a generator of random numbers of its own"
+                    f" {after.item():.6g} once others have passed; expected a loss of each record that"
+                    " depends on no other record",
+                    hint=(
+                        "the model or the loss keeps something of what it has seen (a memory bank, a"
+                        " running average), or draws from a generator of random numbers of its own;"
+                        " keep nothing from one call to the next; draw random numbers with torch"
                     ),
-                    next_step="keep nothing from one call to the next; draw random numbers with torch",
                 )
 
     def require_no_mixing(self) -> None:
@@ -221,15 +221,15 @@ class _FewRows:
     def _mixes(self, row: int, apart: float) -> ModelError:
         layer = self._first_that_mixes(row)
         return ModelError(
-            f"what the model makes of a row changes with the other rows of its batch, by {apart:.1g} of its"
-            " size" + (f", first in the layer {layer}" if layer else ""),
-            expected="an output for each record that depends on no other record",
-            cause=(
-                "a layer or a loss that looks across the batch (batch normalisation, a contrastive or balance"
-                " loss), or samples on another axis than the first (batch_first=False)"
+            one_line(
+                f"what the model makes of a row changes with the other rows of its batch, by {apart:.1g} of"
+                " its size" + (f", first in the layer {layer}" if layer else ""),
+                "expected an output for each record that depends on no other record",
             ),
-            next_step=(
-                "use layers that look at one sample, such as nn.GroupNorm, and a loss that is a mean over"
+            hint=(
+                "a layer or a loss that looks across the batch (batch normalisation, a contrastive or"
+                " balance loss), or samples on another axis than the first (batch_first=False); use"
+                " layers that look at one sample, such as nn.GroupNorm, and a loss that is a mean over"
                 " samples"
             ),
         )
@@ -326,14 +326,19 @@ def _updates(arrived: str, layer: nn.Module) -> ModelError:
     if isinstance(layer, NormBase):
         steps = "set model.mode: eval, build it with track_running_stats=False, or replace it by nn.GroupNorm"
     return ModelError(
-        arrived,
-        expected=(
-            "parameters and buffers that a forward pass leaves alone: what the data writes into them is"
-            " published without noise"
+        one_line(
+            arrived,
+            "expected "
+            + (
+                "parameters and buffers that a forward pass leaves alone: what the data writes into them is"
+                " published without noise"
+            ),
         ),
-        cause=(
-            "running statistics, power iteration (spectral norm) in train mode, or a first pass that sets"
-            " itself up from the data"
+        hint=(
+            one_line(
+                "running statistics, power iteration (spectral norm) in train mode, or a first pass that sets"
+                " itself up from the data",
+                steps,
+            )
         ),
-        next_step=steps,
     )

@@ -153,8 +153,10 @@ def _require_each_once(share: _Share, drawn: RowNumbers, step: int) -> None:
         raise DistributedError(
             f"the ranks have summed other records than those that were drawn for step {step + 1}; nothing was"
             " paid for or released",
-            cause="a process of another run in the group, or a mistake in psgrad",
-            next_step="run again with --resume; report it if it comes back",
+            hint=(
+                "a process of another run in the group, or a mistake in psgrad; run again with"
+                " --resume; report it if it comes back"
+            ),
         )
 
 

@@ -59,10 +59,10 @@ class Records:
         if max_rows is None and sizes.max(initial=0) > ROWS_WITHOUT_A_CAP:
             largest = int(sizes.argmax())
             raise DataError(
-                f"the unit {units[firsts[largest]]!s} has {sizes[largest]} rows, and all rows of a unit are"
-                " in memory together",
-                expected=f"privacy.unit.max_rows where a unit has more than {ROWS_WITHOUT_A_CAP} rows",
-                next_step=(
+                f"the unit {units[firsts[largest]]!s} has {sizes[largest]} rows, and all rows of a unit"
+                " are in memory together; expected privacy.unit.max_rows where a unit has more than"
+                f" {ROWS_WITHOUT_A_CAP} rows",
+                hint=(
                     "set privacy.unit.max_rows: of a unit with more rows the first ones in the dataset's"
                     " order count"
                 ),
@@ -161,15 +161,13 @@ class RecordReader:
         again = [self._alone(record) for record in np.asarray(records)[::-1]][::-1]
         if first != again:
             raise DataError(
-                f"record {next(place for place, before in enumerate(first) if before != again[place])} of the"
-                " records looked at is another one when it is read again, after others",
-                expected="records that depend on no other record, and on nothing that was read before",
-                cause=(
-                    "a dataset or an augmentation that keeps something from call to call (a counter, a cache"
-                    " of what it drew), or draws from a generator outside of its attributes"
-                ),
-                next_step=(
-                    "keep nothing from one call to the next; draw with torch, numpy or random, or from a"
+                f"record {next(place for place, before in enumerate(first) if before != again[place])} of"
+                " the records looked at is another one when it is read again, after others; expected"
+                " records that depend on no other record, and on nothing that was read before",
+                hint=(
+                    "a dataset or an augmentation that keeps something from call to call (a counter, a"
+                    " cache of what it drew), or draws from a generator outside of its attributes; keep"
+                    " nothing from one call to the next; draw with torch, numpy or random, or from a"
                     " generator in an attribute"
                 ),
             )
@@ -219,9 +217,9 @@ class RecordReader:
             record, first = int(chosen[odd[0]]), each[odd[0]][:, 0]
             raise DataError(
                 f"record {record} has rows of {int(first.min())} to {int(first.max())} positions, and the"
-                " model does not ignore padding",
-                expected="rows of one length in each record, or a model that takes a mask of the positions",
-                next_step="let each row be a record, or give the model a mask as an input",
+                " model does not ignore padding; expected rows of one length in each record, or a model"
+                " that takes a mask of the positions",
+                hint="let each row be a record, or give the model a mask as an input",
             )
 
     def _augmented(self, rows: Block) -> Block:
@@ -245,24 +243,23 @@ class RecordReader:
         except Exception as error:
             first_line = next(iter(str(error).splitlines()), "")
             raise DataError(
-                f"{self._source} raised {type(error).__name__}: {first_line}",
-                expected="a function of one row's inputs, tensors without a sample axis",
-                next_step="call it on one row by itself to see why",
+                f"{self._source} raised {type(error).__name__}: {first_line}; expected a function of one"
+                " row's inputs, tensors without a sample axis",
+                hint="call it on one row by itself to see why",
             ) from error
         copy = list(augmented) if isinstance(augmented, tuple | list) else [augmented]
         if len(copy) != len(row) or not all(isinstance(x, Tensor) for x in copy):
             kinds = ", ".join(type(x).__name__ for x in copy)
             raise DataError(
-                f"{self._source} returned {kinds}",
-                expected=f"{len(row)} tensors, as many as a row has inputs",
+                f"{self._source} returned {kinds}; expected {len(row)} tensors, as many as a row has inputs",
             )
         shapes = [tuple(x.shape) for x in copy]
         self._shapes = self._shapes or shapes
         if shapes != self._shapes:
             raise DataError(
-                f"{self._source} returned the shapes {_listed(shapes)}, and {_listed(self._shapes)} before",
-                expected="one shape for all copies of all rows",
-                next_step="crop or pad to one size in the function",
+                f"{self._source} returned the shapes {_listed(shapes)}, and {_listed(self._shapes)}"
+                " before; expected one shape for all copies of all rows",
+                hint="crop or pad to one size in the function",
             )
         return [x.detach().to("cpu") for x in copy]
 

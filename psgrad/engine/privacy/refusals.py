@@ -24,13 +24,12 @@ def require_small_delta(delta: float, records: int, key: str = "privacy.delta") 
     if delta * records < 1:
         return
     raise ConfigError(
-        f"{key} is {delta:g}, and the dataset has {records} records",
-        expected=f"less than 1 / {records} = {1 / records:.3g}",
-        cause=(
-            "with such a delta it would be within the guarantee to publish one record, picked at random, as"
-            " it is"
+        f"{key} is {delta:g}, and the dataset has {records} records; expected less than 1 / {records} ="
+        f" {1 / records:.3g}",
+        hint=(
+            "with such a delta it would be within the guarantee to publish one record, picked at"
+            f" random, as it is; set {key} well below that, such as {_power_of_ten_below(0.1 / records)}"
         ),
-        next_step=f"set {key} well below that, such as {_power_of_ten_below(0.1 / records)}",
     )
 
 
@@ -53,13 +52,12 @@ def require_expected_batch_size(expected_batch_size: float, sampling: Sampling, 
         return
     raise ConfigError(
         f"privacy.expected_batch_size is {expected_batch_size:g}, and batches will have about {size:.3g}"
-        f" records ({how})",
-        expected="a number near that: it divides the noisy sum of every batch",
-        cause=(
-            "one of the two was not changed with the other, or rows were counted where a record is several of"
-            " them"
+        f" records ({how}); expected a number near that: it divides the noisy sum of every batch",
+        hint=(
+            "one of the two was not changed with the other, or rows were counted where a record is"
+            f" several of them; set privacy.expected_batch_size: {max(1, round(size))}, or correct the"
+            " sampling"
         ),
-        next_step=f"set privacy.expected_batch_size: {max(1, round(size))}, or correct the sampling",
     )
 
 
@@ -83,13 +81,10 @@ def require_tail(steps: Iterable[tuple[float, int]], delta: float) -> None:
         return
     least = min(multiplier for multiplier, _ in steps)
     raise ConfigError(
-        f"the noise multiplier is {least:g}: a record may move the sum by {1 / least:.3g} standard deviations"
-        " of the noise",
-        expected=(
-            f"noise whose tail is as accounted at delta {delta:g}; the noise ends at {REACH:.3g} deviations"
-        ),
-        cause="a noise multiplier that is too small for any privacy",
-        next_step="set a larger privacy.noise.multiplier",
+        f"the noise multiplier is {least:g}: a record may move the sum by {1 / least:.3g} standard"
+        f" deviations of the noise; expected noise whose tail is as accounted at delta {delta:g}; the"
+        f" noise ends at {REACH:.3g} deviations",
+        hint=("a noise multiplier that is too small for any privacy; set a larger privacy.noise.multiplier"),
     )
 
 

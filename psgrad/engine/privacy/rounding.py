@@ -52,12 +52,9 @@ def grid_of(deviation: float) -> float:
     """
     if not _SMALLEST <= deviation <= _LARGEST:
         raise ConfigError(
-            f"the noise's standard deviation is {deviation:g}",
-            expected=(
-                f"a number from {_SMALLEST:.2g} to {_LARGEST:.2g}: what is released is rounded to a grid of"
-                f" 2^-{GRID_BITS} of it"
-            ),
-            next_step="correct the noise multiplier or the clipping norm",
+            f"the noise's standard deviation is {deviation:g}; expected a number from {_SMALLEST:.2g} to"
+            f" {_LARGEST:.2g}: what is released is rounded to a grid of 2^-{GRID_BITS} of it",
+            hint="correct the noise multiplier or the clipping norm",
         )
     return math.ldexp(1.0, math.frexp(deviation)[1] - 1 - GRID_BITS)
 

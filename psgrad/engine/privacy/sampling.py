@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from psgrad.engine.privacy.generators import Generator
-from psgrad.errors import ConfigError
+from psgrad.errors import ConfigError, one_line
 
 Scheme = Literal["poisson", "truncated_poisson", "fixed"]
 
@@ -66,12 +66,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.scheme not in get_args(Scheme):
             raise ConfigError(
-                f"the sampling scheme is {self.scheme!r}",
-                expected=f"one of {', '.join(get_args(Scheme))}",
-                cause="a privacy guarantee holds for the scheme that is accounted, and only for it",
-                next_step=(
-                    "shuffled epochs, weighted and bucketed samplers have no such guarantee: take `scheme:"
-                    " poisson`"
+                f"the sampling scheme is {self.scheme!r}; expected one of {', '.join(get_args(Scheme))}",
+                hint=(
+                    "a privacy guarantee holds for the scheme that is accounted, and only for it;"
+                    " shuffled epochs, weighted and bucketed samplers have no such guarantee: take"
+                    " `scheme: poisson`"
                 ),
             )
         for name in ("sample_rate", "batch_size", "max_batch_size", "dataset_size"):
@@ -82,9 +81,9 @@ class Sampling:
             and self.max_batch_size > self.dataset_size
         ):
             raise ConfigError(
-                f"max_batch_size is {self.max_batch_size}, and the dataset has {self.dataset_size} records",
-                expected="a batch that is smaller than the dataset",
-                next_step="lower max_batch_size, or take `scheme: poisson`, which truncates nothing",
+                f"max_batch_size is {self.max_batch_size}, and the dataset has {self.dataset_size}"
+                " records; expected a batch that is smaller than the dataset",
+                hint="lower max_batch_size, or take `scheme: poisson`, which truncates nothing",
             )
 
     def _check(self, name: str, value: float | None) -> None:
@@ -92,26 +91,33 @@ class Sampling:
         needed = name in FIELDS[self.scheme]
         if value is None:
             if needed:
-                raise ConfigError(f"{name} is missing for {self.scheme} sampling", next_step=_NEXT[name])
+                raise ConfigError(
+                    f"{name} is missing for {self.scheme} sampling",
+                    hint=_NEXT[name],
+                )
             return
         if not needed:
             raise ConfigError(
-                f"{name} is given, and {self.scheme} sampling has none",
-                expected=f"for {self.scheme}: {', '.join(FIELDS[self.scheme])}",
-                cause="the numbers of two schemes are mixed, and only one can be accounted",
-                next_step=f"remove {name}, or choose the scheme that it belongs to",
+                f"{name} is given, and {self.scheme} sampling has none; expected for {self.scheme}:"
+                f" {', '.join(FIELDS[self.scheme])}",
+                hint=(
+                    "the numbers of two schemes are mixed, and only one can be accounted; remove"
+                    f" {name}, or choose the scheme that it belongs to"
+                ),
             )
         if name == "sample_rate":
             if not 0 < value <= 1:
                 raise ConfigError(
-                    f"sample_rate is {value}",
-                    expected="a probability above 0 and at most 1",
-                    cause="the number of records in a batch was given" if value > 1 else None,
-                    next_step="divide the batch size that you have in mind by the number of records",
+                    f"sample_rate is {value}; expected a probability above 0 and at most 1",
+                    hint=one_line(
+                        "the number of records in a batch was given" if value > 1 else None,
+                        "divide the batch size that you have in mind by the number of records",
+                    ),
                 )
         elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
-                f"{name} is {value}", expected="a whole number of records, at least 1", next_step=_NEXT[name]
+                f"{name} is {value}; expected a whole number of records, at least 1",
+                hint=_NEXT[name],
             )
 
     def draw(self, count: int, generator: Generator) -> np.ndarray:
@@ -137,16 +143,18 @@ class Sampling:
         """Raises ConfigError where a dataset of `count` records can't be sampled so."""
         if self.batch_size is not None and self.batch_size > count:
             raise ConfigError(
-                f"batch_size is {self.batch_size}, and the dataset has {count} records",
-                expected="at most as many records as there are, as they are drawn without replacement",
-                next_step="lower batch_size",
+                f"batch_size is {self.batch_size}, and the dataset has {count} records; expected at most"
+                " as many records as there are, as they are drawn without replacement",
+                hint="lower batch_size",
             )
         if self.dataset_size is not None and count != self.dataset_size:
             raise ConfigError(
-                f"the dataset has {count} records, and dataset_size is {self.dataset_size}",
-                expected="the number that truncated Poisson sampling is accounted with",
-                cause="another dataset, or records counted in rows where a record is several of them",
-                next_step=f"check the data, then set dataset_size to {count}",
+                f"the dataset has {count} records, and dataset_size is {self.dataset_size}; expected the"
+                " number that truncated Poisson sampling is accounted with",
+                hint=(
+                    "another dataset, or records counted in rows where a record is several of them;"
+                    f" check the data, then set dataset_size to {count}"
+                ),
             )
 
     def describe(self) -> dict[str, Any]:
@@ -237,31 +245,32 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kind not in get_args(ScheduleKind):
             raise ConfigError(
-                f"the schedule's kind is {self.kind!r}",
-                expected=f"one of {', '.join(get_args(ScheduleKind))}",
+                f"the schedule's kind is {self.kind!r}; expected one of {', '.join(get_args(ScheduleKind))}",
             )
         for name in ("every", "factor", "multipliers"):
             needed = name in SCHEDULE_FIELDS[self.kind]
             if (getattr(self, name) is not None) != needed:
                 requirement = f"needs {name}" if needed else f"takes no {name}"
                 raise ConfigError(
-                    f"a schedule of kind {self.kind} {requirement}",
-                    expected=", ".join(SCHEDULE_FIELDS[self.kind]) or "no number",
+                    one_line(
+                        f"a schedule of kind {self.kind} {requirement}",
+                        "expected " + (", ".join(SCHEDULE_FIELDS[self.kind]) or "no number"),
+                    )
                 )
         if self.every is not None and (
             isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1
         ):
             raise ConfigError(
-                f"the schedule's `every` is {self.every!r}", expected="a whole number of steps, at least 1"
+                f"the schedule's `every` is {self.every!r}; expected a whole number of steps, at least 1"
             )
         if self.factor is not None and not 0 < self.factor < math.inf:
-            raise ConfigError(f"the schedule's factor is {self.factor!r}", expected="a positive number")
+            raise ConfigError(f"the schedule's factor is {self.factor!r}; expected a positive number")
         if self.multipliers is not None:
             object.__setattr__(self, "multipliers", tuple(self.multipliers))
             for multiplier in self.multipliers:
                 if not 0 < multiplier < math.inf:
                     raise ConfigError(
-                        f"the schedule lists the multiplier {multiplier!r}", expected="positive numbers"
+                        f"the schedule lists the multiplier {multiplier!r}; expected positive numbers"
                     )
 
     def multiplier(self, base: float, step: int) -> float:
@@ -272,9 +281,8 @@ class Schedule:
             assert self.multipliers is not None
             if step >= len(self.multipliers):
                 raise ConfigError(
-                    f"the schedule lists {len(self.multipliers)} multipliers, and step number {step + 1} was"
-                    " asked for",
-                    expected="one multiplier for each planned step",
+                    f"the schedule lists {len(self.multipliers)} multipliers, and step number {step + 1}"
+                    " was asked for; expected one multiplier for each planned step",
                 )
             return base * self.multipliers[step]
         if self.kind == "constant":
@@ -287,9 +295,9 @@ class Schedule:
             scaled = math.inf
         if base > 0 and not 0 < scaled < math.inf:
             raise ConfigError(
-                f"the schedule's factor {self.factor!r} makes the noise multiplier of step number {step + 1}"
-                f" {scaled!r}",
-                expected="a factor near 1: it is raised to a power that grows with the steps",
+                f"the schedule's factor {self.factor!r} makes the noise multiplier of step number"
+                f" {step + 1} {scaled!r}; expected a factor near 1: it is raised to a power that grows"
+                " with the steps",
             )
         return scaled
 

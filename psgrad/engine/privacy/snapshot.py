@@ -99,30 +99,35 @@ class Snapshot:
         except Exception as error:  # the library raises a dozen types for a damaged file
             raise CheckpointError(
                 f"{name} is damaged, or no checkpoint:"
-                f" {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-                expected="a whole safetensors file, as psgrad wrote it",
-                cause="the file was cut short, or changed by another program",
-                next_step="put the checkpoint back that belongs to this run",
+                f" {str(error).splitlines()[0] if str(error) else type(error).__name__}; expected a whole"
+                " safetensors file, as psgrad wrote it",
+                hint=(
+                    "the file was cut short, or changed by another program; put the checkpoint back"
+                    " that belongs to this run"
+                ),
             ) from error
         text = strings.get(_KEY)
         if text is None:
             raise CheckpointError(
                 f"{name} is a safetensors file, but not a checkpoint of private training",
-                cause="weights alone, such as public/model.safetensors, don't say where training stood",
-                next_step="put the checkpoint back that belongs to this run",
+                hint=(
+                    "weights alone, such as public/model.safetensors, don't say where training stood;"
+                    " put the checkpoint back that belongs to this run"
+                ),
             )
         if strings.get("sha256") != _digest(text, tensors):
             raise CheckpointError(
                 f"{name} is damaged: its SHA-256 is not the one written into it",
-                cause="the file was changed after it was written, or the disk lost a part of it",
-                next_step="put the checkpoint back that belongs to this run",
+                hint=(
+                    "the file was changed after it was written, or the disk lost a part of it; put the"
+                    " checkpoint back that belongs to this run"
+                ),
             )
         content = json.loads(text)
         if content["format"] != FORMAT:
             raise CheckpointError(
-                f"{name} is of format {content['format']}",
-                expected=f"format {FORMAT}",
-                next_step="resume it with the psgrad that wrote it",
+                f"{name} is of format {content['format']}; expected format {FORMAT}",
+                hint="resume it with the psgrad that wrote it",
             )
         state = _unpacked(content["state"], tensors)
         own = {
@@ -171,9 +176,9 @@ class Snapshot:
         if wrong:
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise CheckpointError(
-                f"{name} does not fit: {'; '.join(wrong[:_SHOWN])}{more}",
-                expected="the model, the trainable parameters and the optimiser that the run began with",
-                next_step="go on with the config that the run began with",
+                f"{name} does not fit: {'; '.join(wrong[:_SHOWN])}{more}; expected the model, the"
+                " trainable parameters and the optimiser that the run began with",
+                hint="go on with the config that the run began with",
             )
 
 
@@ -247,9 +252,8 @@ def _packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         return value
     raise CheckpointError(
         f"{where} is of type {type(value).__name__}, which can't be kept without running code when it is"
-        " read",
-        expected="tensors, numbers, strings, and lists and dicts of them",
-        next_step="use an optimiser of torch.optim with plain arguments",
+        " read; expected tensors, numbers, strings, and lists and dicts of them",
+        hint="use an optimiser of torch.optim with plain arguments",
     )
 
 

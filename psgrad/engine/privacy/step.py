@@ -22,7 +22,7 @@ from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import Sampling
-from psgrad.errors import ConfigError
+from psgrad.errors import ConfigError, one_line
 
 
 @dataclass(frozen=True)
@@ -236,16 +236,12 @@ def _require_no_others(optimizer: torch.optim.Optimizer, parameters: Mapping[str
     if others:
         raise ConfigError(
             f"the optimiser has {len(others)} trainable parameters that are not among those of the private"
-            " training",
-            expected=(
-                "the same parameters in both: what else the optimiser changes, it changes by gradients"
-                " without noise"
+            " training; expected the same parameters in both: what else the optimiser changes, it changes"
+            " by gradients without noise",
+            hint=(
+                "an optimiser over all of a model's parameters, of which some are trained privately, or"
+                " over copies; make the optimiser of parameters.values(), after the others were frozen"
             ),
-            cause=(
-                "an optimiser over all of a model's parameters, of which some are trained privately, or over"
-                " copies"
-            ),
-            next_step="make the optimiser of parameters.values(), after the others were frozen",
         )
 
 
@@ -263,9 +259,11 @@ def make_optimizer(
             name, names, n=1
         )
         raise ConfigError(
-            f"privacy.optimizer: torch.optim has no optimiser {name!r}"
-            + (f"; did you mean {close[0]}?" if close else ""),
-            expected=f"one of {', '.join(names)}",
+            one_line(
+                f"privacy.optimizer: torch.optim has no optimiser {name!r}"
+                + (f"; did you mean {close[0]}?" if close else ""),
+                f"expected one of {', '.join(names)}",
+            ),
         )
     trained = list(parameters)
     try:
@@ -276,9 +274,9 @@ def make_optimizer(
     except Exception as error:  # arguments are checked in as many ways as there are optimisers
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
-            f"privacy.optimizer: {name} does not take {dict(kwargs)}: {first_line}",
-            expected=f"the arguments of torch.optim.{name}, such as lr",
-            next_step="correct privacy.optimizer.kwargs",
+            f"privacy.optimizer: {name} does not take {dict(kwargs)}: {first_line}; expected the arguments"
+            f" of torch.optim.{name}, such as lr",
+            hint="correct privacy.optimizer.kwargs",
         ) from error
     return optimizer
 

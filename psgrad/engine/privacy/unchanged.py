@@ -103,14 +103,14 @@ class Unchanged:
         changed = self.changes(by_bits)
         if changed:
             raise ModelError(
-                f"the model or the loss wrote into {changed[0]} while records were computed; nothing was paid"
-                " for or released",
-                expected="a gradient of each record that depends on no other record",
-                cause=(
-                    "a running statistic, a memory of what was seen, a cache that grows, or a first pass that"
-                    " sets the model up from the data"
+                f"the model or the loss wrote into {changed[0]} while records were computed; nothing was"
+                " paid for or released; expected a gradient of each record that depends on no other"
+                " record",
+                hint=(
+                    "a running statistic, a memory of what was seen, a cache that grows, or a first"
+                    " pass that sets the model up from the data; compute it from what is public, or"
+                    " keep nothing from one call to the next"
                 ),
-                next_step="compute it from what is public, or keep nothing from one call to the next",
             )
 
     def checked(self, loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,9 +75,8 @@ class Context:
     def mark_dirty(self, *tensors: torch.Tensor) -> None:
         raise TransformError(
             f"torch.autograd.Function {self.name} writes in place into an argument"
-            f" (mark_dirty){diagnostics.where()}",
-            expected="a Function that returns new tensors",
-            next_step="clone the argument in forward and write into the clone",
+            f" (mark_dirty){diagnostics.where()}; expected a Function that returns new tensors",
+            hint="clone the argument in forward and write into the clone",
         )
 
 
@@ -170,8 +169,8 @@ class _Application(UserRuleCall):
         if len(cotangents) < len(shapes) or any(g is not None for g in surplus):
             raise TransformError(
                 f"{self.name}: backward returned {len(cotangents)} gradients, forward takes {len(shapes)}"
-                " arguments",
-                expected="one gradient for each argument, None for arguments that are not tensors",
+                " arguments; expected one gradient for each argument, None for arguments that are not"
+                " tensors",
             )
         return [
             (
@@ -201,9 +200,10 @@ class _Application(UserRuleCall):
             t is not None and t.shape != x.shape for t, x in zip(pushed, outs, strict=True)
         ):
             raise TransformError(
-                f"{self.name}: jvp returned tangents of shapes {[getattr(t, 'shape', None) for t in pushed]} "
-                f"for results of shapes {[getattr(x, 'shape', None) for x in outs]}",
-                expected="one tangent for each result, of its shape",
+                f"{self.name}: jvp returned tangents of shapes"
+                f" {[getattr(t, 'shape', None) for t in pushed]} for results of shapes"
+                f" {[getattr(x, 'shape', None) for x in outs]}; expected one tangent for each result, of"
+                " its shape",
             )
         return outs, [
             None if any(x is y for y in context.non_differentiable) else t
@@ -222,8 +222,8 @@ class _Application(UserRuleCall):
             pair = self.kind.vmap(VmapInfo(level.size, level.randomness), in_dims, *values)
         if not (isinstance(pair, tuple) and len(pair) == 2):
             raise TransformError(
-                f"{self.name}: vmap returned a {kind_of(pair)}{diagnostics.where()}",
-                expected="a pair (output, out_dims)",
+                f"{self.name}: vmap returned a {kind_of(pair)}{diagnostics.where()}; expected a pair"
+                " (output, out_dims)",
             )
         outs = self._flat(pair[0])
         out_dims = [pair[1]] * len(outs) if not isinstance(pair[1], tuple) else list(pair[1])
@@ -274,7 +274,7 @@ def _once(name: str, backward: Callable[..., Any], context: Context, cotangents:
     def refuse(*args: Any) -> Any:
         raise TransformError(
             f"the backward of {name} is differentiated, but marked @once_differentiable",
-            next_step=(
+            hint=(
                 "write the backward with differentiable operators and remove the mark; for forward mode, a"
                 " jvp of the Function is enough"
             ),

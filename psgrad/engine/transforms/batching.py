@@ -237,13 +237,13 @@ class BatchLevel(SampleAxis):
     def _draw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.randomness == "error":
             raise TransformError(
-                f"a random operator ({op.name()}) was called with randomness='error'{diagnostics.where()}",
-                expected=(
-                    "randomness='different' (a draw for each sample) or randomness='same' (one draw for all"
-                    " samples)"
+                f"a random operator ({op.name()}) was called with randomness='error'{diagnostics.where()};"
+                " expected randomness='different' (a draw for each sample) or randomness='same' (one draw"
+                " for all samples)",
+                hint=(
+                    "a dropout layer in training mode, or noise inside the loss; call model.eval(), or"
+                    " pass randomness='different' or 'same'"
                 ),
-                cause="a dropout layer in training mode, or noise inside the loss",
-                next_step="call model.eval(), or pass randomness='different' or 'same'",
             )
         mapped = any(self.owns(a) for a in args)
         rule = batching_rule(op)
@@ -266,7 +266,7 @@ class BatchLevel(SampleAxis):
                     return shared(self._draw_below, op, *args, **kwargs)
                 raise TransformError(
                     f"{op.name()} on batched values can't use one draw for all samples{diagnostics.where()}",
-                    next_step="use randomness='different'",
+                    hint="use randomness='different'",
                 )
             return map_tracers(
                 lambda x: x if mutated else FreshTracer(x, self), self._draw_below(op, *args, **kwargs)

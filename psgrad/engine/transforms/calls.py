@@ -198,8 +198,10 @@ def entered_again(level: Level) -> Iterator[None]:
                 raise
             raise TransformError(
                 f"samples disagree on a branch{divergence.where} in a function of the backward pass",
-                cause="their vmap has ended; before its end it would run the function once for each outcome",
-                next_step="write the branch with torch.where",
+                hint=(
+                    "their vmap has ended; before its end it would run the function once for each"
+                    " outcome; write the branch with torch.where"
+                ),
             ) from None
 
 
@@ -240,20 +242,16 @@ def _lowered(value: Any, highest: int, name: str) -> Any:
             raise TransformError(
                 f"{name} closes over a value that carries the sample axis of another"
                 f" vmap{diagnostics.where()}",
-                next_step="pass the value as an argument",
+                hint="pass the value as an argument",
             )
         assert isinstance(level, DerivativeLevel)
         if value.varies:  # type: ignore[attr-defined]
             if level.reads is None or level.reads.follows:
                 raise TransformError(
-                    f"{name} closes over a value that is being differentiated{diagnostics.where()}",
-                    expected=(
-                        "a function that takes all values on which it depends as arguments: its rule has"
-                        " derivatives in these only"
-                    ),
-                    next_step=(
-                        "pass the value as an argument, or detach it if its derivative is to be ignored"
-                    ),
+                    f"{name} closes over a value that is being differentiated{diagnostics.where()};"
+                    " expected a function that takes all values on which it depends as arguments: its"
+                    " rule has derivatives in these only",
+                    hint="pass the value as an argument, or detach it if its derivative is to be ignored",
                 )
             level.reads.note([value])
         value = level.unwrap(value)
@@ -311,7 +309,7 @@ def pair_of(value: Any, source: str, expected: str) -> tuple[Any, Any]:
     """What a rule of the user returned, which must be a pair. source: the rule, for the error."""
     if not (isinstance(value, tuple) and len(value) == 2):
         raise TransformError(
-            f"{source} returned a {kind_of(value)}{diagnostics.where()}", expected=f"a pair: {expected}"
+            f"{source} returned a {kind_of(value)}{diagnostics.where()}; expected a pair: {expected}"
         )
     return value
 

@@ -135,7 +135,7 @@ class Captured:
         hoists: bool = False,
     ) -> None:
         if compile not in ("none", "inductor"):
-            raise TransformError(f"capture: compile={compile!r}", expected="'none' or 'inductor'")
+            raise TransformError(f"capture: compile={compile!r}; expected 'none' or 'inductor'")
         self.function, self.compile, self.say, self.hoists = function, compile, say, hoists
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
         self.warned = False

@@ -171,10 +171,12 @@ def _position(tracer: GradTracer) -> TapePosition:
 
 def changed(name: str) -> TransformError:
     return TransformError(
-        f"{name} computed something else when it ran again",
-        expected="a function that computes the same from the same arguments",
-        cause="it reads or counts something that has changed, or draws random numbers outside of PyTorch",
-        next_step="pass the changing value as an argument, or call the function without checkpoint",
+        f"{name} computed something else when it ran again; expected a function that computes the same"
+        " from the same arguments",
+        hint=(
+            "it reads or counts something that has changed, or draws random numbers outside of PyTorch;"
+            " pass the changing value as an argument, or call the function without checkpoint"
+        ),
     )
 
 
@@ -297,8 +299,10 @@ class CallSettings:
         if make_fx_runs():
             raise TransformError(
                 "make_fx records a function under checkpoint that draws random numbers",
-                cause="both of its runs would be recorded, and would draw differently when they are replayed",
-                next_step="call the function without checkpoint when it is recorded",
+                hint=(
+                    "both of its runs would be recorded, and would draw differently when they are"
+                    " replayed; call the function without checkpoint when it is recorded"
+                ),
             )
 
 

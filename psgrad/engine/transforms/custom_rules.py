@@ -59,15 +59,15 @@ class _Custom:
         bound.apply_defaults()
         if bound.kwargs:
             raise TransformError(
-                f"{self.title} takes {sorted(bound.kwargs)} by keyword only{diagnostics.where()}",
-                expected="arguments that have a position, because the rule gets them by position",
+                f"{self.title} takes {sorted(bound.kwargs)} by keyword only{diagnostics.where()}; expected"
+                " arguments that have a position, because the rule gets them by position",
             )
         return bound.args
 
     def missing(self) -> TransformError:
         return TransformError(
             f"{self.title} has no rule{diagnostics.where()}",
-            next_step=f"give it one: {self.function.__name__}.{self.setter}(...)",
+            hint=f"give it one: {self.function.__name__}.{self.setter}(...)",
         )
 
     def flat_tensors(self, tree: Any, what: str = "returned") -> tuple[Flat, Any]:
@@ -75,9 +75,9 @@ class _Custom:
         for item in flat:
             if not isinstance(item, torch.Tensor):
                 raise TransformError(
-                    f"{self.title} {what} a {kind_of(item)}{diagnostics.where()}",
-                    expected="tensors, in any pytree",
-                    next_step="return tensors only; compute fixed numbers outside of the function",
+                    f"{self.title} {what} a {kind_of(item)}{diagnostics.where()}; expected tensors, in any"
+                    " pytree",
+                    hint="return tensors only; compute fixed numbers outside of the function",
                 )
         return flat, spec
 
@@ -183,8 +183,8 @@ class custom_vjp(_Differentiated):
         if not isinstance(given, (tuple, list)) or len(given) != len(trees):
             what = f"{len(given)} cotangents" if isinstance(given, (tuple, list)) else f"a {kind_of(given)}"
             raise TransformError(
-                f"the backward rule of {self.title} returned {what} for {len(trees)} arguments",
-                expected="a tuple with one cotangent for each argument, None for zero",
+                f"the backward rule of {self.title} returned {what} for {len(trees)} arguments; expected a"
+                " tuple with one cotangent for each argument, None for zero",
             )
         cotangents: Cotangents = []
         for position, (tree, (shapes, spec)) in enumerate(zip(given, trees, strict=True)):
@@ -194,9 +194,8 @@ class custom_vjp(_Differentiated):
             flat, found_spec = tree_flatten(tree, is_leaf=lambda x: x is None)
             if found_spec != spec:
                 raise TransformError(
-                    f"the backward rule of {self.title} returned {found_spec} for argument {position}, which"
-                    f" is {spec}",
-                    expected="a cotangent of the argument's structure, None for zero",
+                    f"the backward rule of {self.title} returned {found_spec} for argument {position},"
+                    f" which is {spec}; expected a cotangent of the argument's structure, None for zero",
                 )
             for g, shape in zip(flat, shapes, strict=True):
                 if shape is not None and g is not None and getattr(g, "shape", None) != shape:
@@ -262,8 +261,7 @@ class custom_jvp(_Differentiated):
                 raise TransformError(
                     f"the rule of {self.title} returned a tangent {pushed_spec} of shapes"
                     f" {[getattr(t, 'shape', None) for t in pushed]} for a result {out_spec} of shapes"
-                    f" {[x.shape for x in results]}",
-                    expected="a tangent shaped like the result",
+                    f" {[x.shape for x in results]}; expected a tangent shaped like the result",
                 )
             return results, pushed
 
@@ -355,8 +353,8 @@ class _MappedByRule(RecomputedCall):
         for x, batched in zip(results, out_batched, strict=True):
             if batched and (not x.dim() or x.shape[0] != size):
                 raise TransformError(
-                    f"the rule of {self.name} returned a batched result of shape {tuple(x.shape)}",
-                    expected=f"the sample axis, of size {size}, in front",
+                    f"the rule of {self.name} returned a batched result of shape {tuple(x.shape)};"
+                    f" expected the sample axis, of size {size}, in front",
                 )
         return [
             x if batched else x.unsqueeze(0).expand(size, *x.shape)

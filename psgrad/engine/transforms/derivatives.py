@@ -176,13 +176,13 @@ class DerivativeLevel(AdoptingLevel):
             ):
                 raise TransformError(
                     f"torch.autograd.Function {name} is used in the transformed"
-                    f" function{diagnostics.where()}",
-                    expected="operators that psgrad sees; it does not see the backward of this Function",
-                    cause="the gradient would silently differ from that of the Function's backward",
-                    next_step=(
-                        "give it a setup_context, and call it as Class.apply, not by a name that was bound to"
-                        " `apply` before; or write the computation with ordinary tensor operations (for a"
-                        " checkpoint: use_reentrant=False)"
+                    f" function{diagnostics.where()}; expected operators that psgrad sees; it does not see"
+                    " the backward of this Function",
+                    hint=(
+                        "the gradient would silently differ from that of the Function's backward; give"
+                        " it a setup_context, and call it as Class.apply, not by a name that was bound"
+                        " to `apply` before; or write the computation with ordinary tensor operations"
+                        " (for a checkpoint: use_reentrant=False)"
                     ),
                 )
         below = op
@@ -344,8 +344,10 @@ class DerivativeLevel(AdoptingLevel):
         if target.read_by is not None:
             raise TransformError(
                 f"an in-place operator writes into a value that {target.read_by} reads{diagnostics.where()}",
-                cause="the function runs again for its gradient, and would then read the new value",
-                next_step="write into a clone, or pass the value as an argument",
+                hint=(
+                    "the function runs again for its gradient, and would then read the new value; write"
+                    " into a clone, or pass the value as an argument"
+                ),
             )
 
     def _write(self, target: Any, new: Any) -> None:

@@ -294,9 +294,9 @@ def _flat_tensors(tree: Any, name: str) -> tuple[list[torch.Tensor], Any]:
                 else f"a {type(item).__name__}"
             )
             raise TransformArgumentError(
-                f"jvp(f, primals, tangents): {name} hold {what}",
-                expected="floating-point tensors, in any pytree",
-                next_step="close over the others: jvp(lambda x: f(x, other), (x,), (t,))",
+                f"jvp(f, primals, tangents): {name} hold {what}; expected floating-point tensors, in any"
+                " pytree",
+                hint="close over the others: jvp(lambda x: f(x, other), (x,), (t,))",
             )
     return flat, spec
 
@@ -315,8 +315,7 @@ def _fitting(primal: torch.Tensor, tangent: Any, name: str) -> torch.Tensor:
         )
         raise TransformArgumentError(
             f"{name}: a tangent of {what} for a primal of shape {tuple(primal.shape)} and dtype"
-            f" {primal.dtype}",
-            expected="tangents of the primals' shapes, complex for complex primals",
+            f" {primal.dtype}; expected tangents of the primals' shapes, complex for complex primals",
         )
     return tangent.to(primal.dtype)
 
@@ -326,15 +325,14 @@ def _value_and_tangent(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not isinstance(item, torch.Tensor):
         raise TransformError(
-            f"jvp(f, primals, tangents): f returned a {type(item).__name__}",
-            expected="tensors, in any pytree",
-            next_step="return other results as aux, with has_aux=True",
+            f"jvp(f, primals, tangents): f returned a {type(item).__name__}; expected tensors, in any pytree",
+            hint="return other results as aux, with has_aux=True",
         )
     value = lower(level, item)
     tangent = item.tangent if isinstance(item, ForwardTracer) and item.level is level else None
     if tangent is None and strict:
         raise TransformError(
             "jvp(f, primals, tangents, strict=True): an output of f does not depend on the primals",
-            next_step="leave out strict=True to get a zero tangent for it",
+            hint="leave out strict=True to get a zero tangent for it",
         )
     return value, tangent

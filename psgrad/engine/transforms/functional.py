@@ -54,8 +54,8 @@ def functional_call(
         missing, unexpected = sorted(set(names) - set(values)), sorted(set(values) - set(names))
         if missing or unexpected:
             raise TransformError(
-                f"functional_call(strict=True): missing {missing}, unexpected {unexpected}",
-                expected="exactly the module's parameters and buffers",
+                f"functional_call(strict=True): missing {missing}, unexpected {unexpected}; expected"
+                " exactly the module's parameters and buffers",
             )
     slots = slots_of(module, values)
     with swapped(slots, values):
@@ -205,9 +205,7 @@ def slots_of(module: nn.Module, names: Iterable[str]) -> list[Slot]:
         if store is None:
             raise TransformArgumentError(
                 f"functional_call: {name!r} is neither a parameter nor a buffer of the module",
-                next_step=(
-                    "compare the names with dict(module.named_parameters()) and dict(module.named_buffers())"
-                ),
+                hint="compare the names with module.named_parameters() and module.named_buffers()",
             )
         slots.append(Slot(owner, store, key, name))
     return slots

@@ -136,9 +136,8 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         for item in flat:
             if not isinstance(item, torch.Tensor):
                 raise TransformError(
-                    f"vjp(f, *primals): f returned a {type(item).__name__}",
-                    expected="tensors, in any pytree",
-                    next_step="return tensors only",
+                    f"vjp(f, *primals): f returned a {type(item).__name__}; expected tensors, in any pytree",
+                    hint="return tensors only",
                 )
         values = [lower(level, item) for item in flat]
         ends = [TapePosition.of(item) if level.owns(item) else TapePosition(None, 0) for item in flat]
@@ -228,7 +227,7 @@ def _trace_arguments(
                 raise TransformArgumentError(
                     f"argument {position} holds a tensor of dtype {item.dtype}: only Tensors of floating"
                     " point dtype can require gradients",
-                    next_step="leave integer arguments out of argnums",
+                    hint="leave integer arguments out of argnums",
                 )
         leaves[position] = [level.leaf(item) for item in flat]
         traced.append(unflatten(leaves[position], structures[position]))
@@ -259,8 +258,8 @@ def split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
         return out, None
     if not (isinstance(out, tuple) and len(out) == 2):
         raise TransformError(
-            f"has_aux=True, but the function returned {type(out).__name__}",
-            expected="output of function to be a tuple of (value, aux)",
+            f"has_aux=True, but the function returned {type(out).__name__}; expected output of function to"
+            " be a tuple of (value, aux)",
         )
     return out
 
@@ -268,36 +267,39 @@ def split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
 def _check_value(out: Any) -> None:
     if not isinstance(out, torch.Tensor):
         raise TransformError(
-            f"the function to differentiate returned {type(out).__name__}",
-            expected="a Tensor (a single number)",
-            next_step="return a tensor of shape (); return other results as aux, with has_aux=True",
+            f"the function to differentiate returned {type(out).__name__}; expected a Tensor (a single"
+            " number)",
+            hint="return a tensor of shape (); return other results as aux, with has_aux=True",
         )
     if out.dim() != 0:
         raise TransformError(
-            f"the function to differentiate returned a tensor of shape {tuple(out.shape)}",
-            expected="a scalar tensor, of shape ()",
-            cause="the loss was not reduced to one number (reduction='none'), or kept an axis of length 1",
-            next_step="reduce with .sum() or .mean(), or call .squeeze(); for a vector's derivatives use vjp",
+            f"the function to differentiate returned a tensor of shape {tuple(out.shape)}; expected a"
+            " scalar tensor, of shape ()",
+            hint=(
+                "the loss was not reduced to one number (reduction='none'), or kept an axis of length"
+                " 1; reduce with .sum() or .mean(), or call .squeeze(); for a vector's derivatives use"
+                " vjp"
+            ),
         )
     if not out.dtype.is_floating_point:
         raise TransformError(
-            f"the function to differentiate returned a tensor of dtype {out.dtype}",
-            expected="a real floating-point number",
+            f"the function to differentiate returned a tensor of dtype {out.dtype}; expected a real"
+            " floating-point number",
         )
 
 
 def _check_cotangent(cotangent: Any, value: torch.Tensor) -> None:
     if not isinstance(cotangent, torch.Tensor):
         raise TransformArgumentError(
-            f"a {type(cotangent).__name__} as the cotangent of an output of shape {tuple(value.shape)}",
-            expected="a tensor",
-            next_step="pass torch.zeros_like or torch.ones_like of the output",
+            f"a {type(cotangent).__name__} as the cotangent of an output of shape {tuple(value.shape)};"
+            " expected a tensor",
+            hint="pass torch.zeros_like or torch.ones_like of the output",
         )
     if cotangent.shape != value.shape or cotangent.is_complex() != value.is_complex():
         raise TransformArgumentError(
-            f"a cotangent of shape {tuple(cotangent.shape)} and dtype {cotangent.dtype} "
-            f"for an output of shape {tuple(value.shape)} and dtype {value.dtype}",
-            expected="cotangents of the outputs' shapes, complex for complex outputs",
+            f"a cotangent of shape {tuple(cotangent.shape)} and dtype {cotangent.dtype} for an output of"
+            f" shape {tuple(value.shape)} and dtype {value.dtype}; expected cotangents of the outputs'"
+            " shapes, complex for complex outputs",
         )
 
 

@@ -155,9 +155,8 @@ def _real_leaves(tree: Any, name: str, what: str) -> tuple[list[torch.Tensor], A
             )
         if not item.dtype.is_floating_point:
             raise TransformArgumentError(
-                f"{name}: an {what} of dtype {item.dtype}",
-                expected=f"real floating-point {what}s",
-                next_step="use torch.view_as_real on complex values, or vjp and jvp, which take them",
+                f"{name}: an {what} of dtype {item.dtype}; expected real floating-point {what}s",
+                hint="use torch.view_as_real on complex values, or vjp and jvp, which take them",
             )
     if not flat:
         raise TransformArgumentError(f"{name}: Expected at least one {what} that is a Tensor")

@@ -121,22 +121,19 @@ class Level:
         """The error that replaces an error of the user's function; None if it is not replaced."""
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_GRAPH):
             return TransformError(
-                f"torch.autograd or .backward() inside the transformed function{diagnostics.where(error)}",
-                expected="derivatives by transforms, which nest: grad, vjp, jvp",
-                cause="PyTorch's autograd records nothing there",
+                f"torch.autograd or .backward() inside the transformed function{diagnostics.where(error)};"
+                " expected derivatives by transforms, which nest: grad, vjp, jvp",
+                hint="PyTorch's autograd records nothing there",
             )
         if isinstance(error, RuntimeError) and _WRITE_INTO_MULTI_VIEW in str(error):
             return TransformError(
                 "the function writes in place into one of several views that one operator"
-                f" made{diagnostics.where(error)}",
-                expected="a view that was made by itself: x[0], x.select(..), x.narrow(..)",
-                cause=(
-                    "PyTorch's autograd records the computation, and refuses writes into results of unbind,"
-                    " split or chunk"
-                ),
-                next_step=(
-                    "take the view by its index, or compute a new tensor; a mapped function without autograd"
-                    " outside may write there"
+                f" made{diagnostics.where(error)}; expected a view that was made by itself: x[0],"
+                " x.select(..), x.narrow(..)",
+                hint=(
+                    "PyTorch's autograd records the computation, and refuses writes into results of"
+                    " unbind, split or chunk; take the view by its index, or compute a new tensor; a"
+                    " mapped function without autograd outside may write there"
                 ),
             )
         return None
@@ -237,17 +234,12 @@ def _refuse_inside_torch_func() -> None:
     if torch_func_runs() or forward_mode_runs():
         raise TransformError(
             "a transform of psgrad inside one of torch.func, or inside PyTorch's forward"
-            f" mode{diagnostics.where()}",
-            expected=(
-                "transforms of one library; those of psgrad nest in any order, and PyTorch's autograd may"
-                " differentiate their results"
-            ),
-            cause=(
-                "PyTorch's transforms would not see the operators inside: derivatives would be lost silently"
-            ),
-            next_step=(
-                "use grad, vjp, jvp, vmap, jacrev, jacfwd or hessian of psgrad.engine.transforms for the"
-                " outer transform too"
+            f" mode{diagnostics.where()}; expected transforms of one library; those of psgrad nest in any"
+            " order, and PyTorch's autograd may differentiate their results",
+            hint=(
+                "PyTorch's transforms would not see the operators inside: derivatives would be lost"
+                " silently; use grad, vjp, jvp, vmap, jacrev, jacfwd or hessian of"
+                " psgrad.engine.transforms for the outer transform too"
             ),
         )
 

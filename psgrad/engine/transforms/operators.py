@@ -30,7 +30,7 @@ from psgrad.engine.transforms.private_torch import (
     tree_map,
 )
 from psgrad.engine.transforms.private_torch import Op as Op
-from psgrad.errors import TransformError
+from psgrad.errors import TransformError, one_line
 
 aten = torch.ops.aten
 
@@ -226,7 +226,7 @@ def out_of_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise TransformError(
             f"{op} can't turn a tensor of shape {tuple(target.shape)} into one of shape {tuple(new.shape)} in"
             f" place{diagnostics.where()}",
-            next_step="use the operator without the underscore, which returns a new tensor",
+            hint="use the operator without the underscore, which returns a new tensor",
         )
     return new
 
@@ -254,7 +254,7 @@ def refuse_mutation(
     what: str,
     cause: str,
     expected: str = "a target that was made inside the transformed function from its inputs",
-    next_step: str = (
+    hint: str = (
         "use the operator that returns a new tensor (x = x + y for x += y, torch.where or index_put for"
         " x[i] = y), or make the target from an input, for example x.new_zeros(...) in place of"
         " torch.zeros(...)"
@@ -262,10 +262,11 @@ def refuse_mutation(
 ) -> NoReturn:
     """Raise an error for an in-place operator that psgrad can't run correctly."""
     raise TransformError(
-        f"{op.name().removeprefix('aten::')} writes in place into {what}{diagnostics.where()}",
-        expected=expected,
-        cause=cause,
-        next_step=next_step,
+        one_line(
+            f"{op.name().removeprefix('aten::')} writes in place into {what}{diagnostics.where()}",
+            "expected " + (expected),
+        ),
+        hint=one_line(cause, hint),
     )
 
 

@@ -44,13 +44,12 @@ def _refusal(error: ImportError | AttributeError) -> TransformError:
         match = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
         name = f"{match[2]}.{match[1]}" if match else str(error.name)
     return TransformError(
-        f"PyTorch {torch.__version__} has no {name}",
-        expected=(f"PyTorch {LOWEST[0]}.{LOWEST[1]} to {NEWEST[0]}.{NEWEST[1]}, with which psgrad is tested"),
-        cause=(
-            "psgrad's transforms work below PyTorch's autograd, and use private names that may change in any"
-            " release"
+        f"PyTorch {torch.__version__} has no {name}; expected PyTorch {LOWEST[0]}.{LOWEST[1]} to"
+        f" {NEWEST[0]}.{NEWEST[1]}, with which psgrad is tested",
+        hint=(
+            "psgrad's transforms work below PyTorch's autograd, and use private names that may change"
+            " in any release; install one of these versions, or a newer psgrad"
         ),
-        next_step="install one of these versions, or a newer psgrad",
     )
 
 

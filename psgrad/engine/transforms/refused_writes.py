@@ -77,7 +77,7 @@ def refuse_overlapping_memory(op: Op, args: tuple[Any, ...]) -> None:
                 "unfold, as_strided or expand made it; the result of several writes to one place depends on"
                 " their order",
                 expected="a target with one place in memory for each element",
-                next_step="write into a clone of it, or use the operator that returns a new tensor",
+                hint="write into a clone of it, or use the operator that returns a new tensor",
             )
         if any(_reads_other_elements(target, x) for x in args if x is not target):
             refuse_mutation(
@@ -86,7 +86,7 @@ def refuse_overlapping_memory(op: Op, args: tuple[Any, ...]) -> None:
                 "both are views of one tensor; whether an element is read before or after it is written"
                 " depends on the kernel",
                 expected="arguments that share no memory with the target, or are the same view of it",
-                next_step="pass a clone of the argument, or use the operator that returns a new tensor",
+                hint="pass a clone of the argument, or use the operator that returns a new tensor",
             )
 
 

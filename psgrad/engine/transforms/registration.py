@@ -52,18 +52,18 @@ def register_rule(
     name = overload.name()
     if facts(overload).mutated or facts(overload).mutated_kwargs:
         raise TransformError(
-            f"register_rule({name}): the operator writes into an argument",
-            expected="an operator that returns new tensors",
-            next_step="define such an operator, and call it in the mapped or differentiated function",
+            f"register_rule({name}): the operator writes into an argument; expected an operator that"
+            " returns new tensors",
+            hint="define such an operator, and call it in the mapped or differentiated function",
         )
     if constant and (vjp is not None or jvp is not None):
         raise TransformError(
-            f"register_rule({name}): constant=True together with a derivative", expected="one of the two"
+            f"register_rule({name}): constant=True together with a derivative; expected one of the two"
         )
     if jvp is not None and vjp is None:
         raise TransformError(
-            f"register_rule({name}): a jvp without a vjp",
-            expected="a vjp; forward mode is its transpose, and a jvp is an optional shortcut for that",
+            f"register_rule({name}): a jvp without a vjp; expected a vjp; forward mode is its transpose,"
+            " and a jvp is an optional shortcut for that",
         )
     if vjp is None and batch is None and not constant:
         vjp, batch = _rules_of_torch(op, overload)
@@ -86,7 +86,7 @@ def _remove_rules(name: str, what: str, replace: bool) -> None:
     if not replace:
         raise TransformError(
             f"register_rule({name}): the operator has {what} already",
-            next_step="pass replace=True to use the new rule",
+            hint="pass replace=True to use the new rule",
         )
 
 
@@ -99,8 +99,9 @@ def _overload(op: Any) -> Op:
         packet = getattr(getattr(torch.ops, namespace), base, None) if rest else None
         if packet is None or (overload and overload not in packet.overloads()):
             raise TransformError(
-                f"register_rule({op!r}): PyTorch has no operator of this name",
-                expected='a name such as "mine::f" or "mine::f.overload"',
+                f"register_rule({op!r}): PyTorch has no operator of this name"
+                "; expected "
+                'a name such as "mine::f" or "mine::f.overload"',
             )
         op = getattr(packet, overload) if overload else packet
     if isinstance(op, OpOverloadPacket):
@@ -108,14 +109,13 @@ def _overload(op: Any) -> Op:
         if len(names) != 1:
             raise TransformError(
                 f"register_rule({op}): the operator has the overloads {names}",
-                next_step=f"name one: {op}.{names[0]}",
+                hint=f"name one: {op}.{names[0]}",
             )
         op = getattr(op, names[0])
     if not isinstance(op, Op):
         raise TransformError(
-            f"register_rule was given a {type(op).__name__}",
-            expected="an operator, such as torch.ops.mine.f",
-            next_step="for a Python function use custom_vjp, custom_jvp or custom_vmap",
+            f"register_rule was given a {type(op).__name__}; expected an operator, such as torch.ops.mine.f",
+            hint="for a Python function use custom_vjp, custom_jvp or custom_vmap",
         )
     return op
 
@@ -131,10 +131,8 @@ def _by_position(op: Op, makers: Makers, *, complete: bool) -> dict[int, Maker]:
         position = positions.get(key, -1) if isinstance(key, str) else key
         if not 0 <= position < len(arguments) or "Tensor" not in str(arguments[position].type):
             raise TransformError(
-                f"register_rule({op.name()}): a rule for argument {key!r}",
-                expected=(
-                    f"tensor arguments among {[argument.name for argument in arguments]}, by name or position"
-                ),
+                f"register_rule({op.name()}): a rule for argument {key!r}; expected tensor arguments among"
+                f" {[argument.name for argument in arguments]}, by name or position",
             )
         rules[position] = maker
     if complete:
@@ -148,9 +146,7 @@ def _refusal(op: Op, argument: str) -> Maker:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedOperatorError(
             f"operator {op.name()} has no rule for its derivative in {argument!r}{diagnostics.where()}",
-            next_step=(
-                f"add it to register_rule's vjp; {argument!r}: None means that the derivative is zero"
-            ),
+            hint=f"add it to register_rule's vjp; {argument!r}: None means that the derivative is zero",
         )
 
     return refuse
@@ -166,10 +162,8 @@ def _rules_of_torch(op: Any, overload: Op) -> tuple[JointVJP | None, Callable[..
     )
     if backward is None and vmap is None:
         raise TransformError(
-            f"register_rule({overload.name()}) without any rule",
-            expected=(
-                "vjp, batch or constant; or a torch.library.custom_op with register_autograd or register_vmap"
-            ),
+            f"register_rule({overload.name()}) without any rule; expected vjp, batch or constant; or a"
+            " torch.library.custom_op with register_autograd or register_vmap",
         )
     return (
         JointVJP(_vjp_of(overload, backward, setup)) if backward is not None else None,

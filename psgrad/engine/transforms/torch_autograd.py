@@ -42,17 +42,19 @@ def _refuse_hooks(hook: Any, function: Any, tensors: Any) -> None:
     if followed and torch.is_grad_enabled() and any(isinstance(x, Tracer) for x in tensors):
         raise TransformError(
             f"a backward hook of a module inside the transformed function{diagnostics.where()}",
-            cause="the hook may change the gradient, and would not run",
-            next_step="remove the hook, or write its change of the gradient as a custom_vjp",
+            hint=(
+                "the hook may change the gradient, and would not run; remove the hook, or write its"
+                " change of the gradient as a custom_vjp"
+            ),
         )
 
 
 def _refuse_functional(*args: Any, **kwargs: Any) -> None:
     if state.stack:
         raise TransformError(
-            f"torch.autograd.functional inside the transformed function{diagnostics.where()}",
-            expected="derivatives by transforms, which nest: jacrev, jacfwd, hessian, vjp, jvp",
-            cause="PyTorch's autograd records nothing there, and its derivatives would all be zero",
+            f"torch.autograd.functional inside the transformed function{diagnostics.where()}; expected"
+            " derivatives by transforms, which nest: jacrev, jacfwd, hessian, vjp, jvp",
+            hint="PyTorch's autograd records nothing there, and its derivatives would all be zero",
         )
 
 
@@ -60,9 +62,9 @@ def _refuse_forward_mode(*args: Any, **kwargs: Any) -> None:
     if state.stack:
         raise TransformError(
             "torch.func.jvp, jacfwd, hessian or linearize inside the transformed"
-            f" function{diagnostics.where()}",
-            expected="the functions of the same name in psgrad.engine.transforms",
-            cause="PyTorch's forward mode needs the memory of tensors, and traced tensors have none",
+            f" function{diagnostics.where()}; expected the functions of the same name in"
+            " psgrad.engine.transforms",
+            hint="PyTorch's forward mode needs the memory of tensors, and traced tensors have none",
         )
 
 

@@ -73,9 +73,9 @@ class Tracer(torch.Tensor):
             return next((w.data_ptr() for w in weights if not isinstance(w, Tracer)), 0)
         raise TransformError(
             f"the address of a traced tensor{diagnostics.where()}",
-            cause="a traced tensor has no memory; a kernel that gets the address would read other memory",
-            next_step=(
-                "make the kernel an operator (torch.library.custom_op), and give it a rule:"
+            hint=(
+                "a traced tensor has no memory; a kernel that gets the address would read other memory;"
+                " make the kernel an operator (torch.library.custom_op), and give it a rule:"
                 " docs/guides/adding-an-operator.md"
             ),
         )
@@ -84,21 +84,22 @@ class Tracer(torch.Tensor):
         if not requires_grad:
             raise TransformError(
                 f"requires_grad_(False) on a traced tensor{diagnostics.where()}",
-                cause=(
-                    "a transform differentiates the arguments in its argnums; this call would not stop the"
-                    " gradient"
+                hint=(
+                    "a transform differentiates the arguments in its argnums; this call would not stop"
+                    " the gradient; call .detach(), or use torch.no_grad() where the gradient should"
+                    " end"
                 ),
-                next_step="call .detach(), or use torch.no_grad() where the gradient should end",
             )
         return self
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TransformError(
             f"a traced tensor can't become a NumPy array{diagnostics.where()}",
-            cause=(
-                "NumPy needs memory, and a traced tensor has none; a result of NumPy also has no derivative"
+            hint=(
+                "NumPy needs memory, and a traced tensor has none; a result of NumPy also has no"
+                " derivative; write the computation with torch, or do it outside the transformed"
+                " function"
             ),
-            next_step="write the computation with torch, or do it outside the transformed function",
         )
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,8 +116,10 @@ class Tracer(torch.Tensor):
     def register_hook(self, hook: Any) -> Any:
         raise TransformError(
             f"a hook on a traced tensor{diagnostics.where()}",
-            cause="PyTorch's autograd records nothing inside a transform, so it would never call the hook",
-            next_step="write the hook's change of the gradient as a custom_vjp",
+            hint=(
+                "PyTorch's autograd records nothing inside a transform, so it would never call the"
+                " hook; write the hook's change of the gradient as a custom_vjp"
+            ),
         )
 
     register_post_accumulate_grad_hook = register_hook
@@ -125,8 +128,10 @@ class Tracer(torch.Tensor):
 def refuse_new_data() -> NoReturn:
     raise TransformError(
         f"an assignment to .data of a traced tensor{diagnostics.where()}",
-        cause="no transform sees such an assignment, so the derivative would be wrong",
-        next_step="write into it under torch.no_grad() (x.copy_(y)), or use another variable",
+        hint=(
+            "no transform sees such an assignment, so the derivative would be wrong; write into it"
+            " under torch.no_grad() (x.copy_(y)), or use another variable"
+        ),
     )
 
 
@@ -163,9 +168,8 @@ def strides_of(value: torch.Tensor) -> tuple[int, ...]:
         return value.stride()
     except RuntimeError as error:
         raise TransformError(
-            f"a tensor of layout {value.layout}{diagnostics.where()}",
-            expected="a dense tensor",
-            next_step="call .to_dense() on it outside the transformed function",
+            f"a tensor of layout {value.layout}{diagnostics.where()}; expected a dense tensor",
+            hint="call .to_dense() on it outside the transformed function",
         ) from error
 
 

@@ -36,9 +36,8 @@ def wrong_cotangent(name: str, g: Any, position: int, shape: torch.Size) -> Tran
     what = f"shape {tuple(g.shape)}" if isinstance(g, torch.Tensor) else f"type {kind_of(g)}"
     return TransformError(
         f"the reverse rule of {name} gave a cotangent of {what} for argument {position}, of shape"
-        f" {tuple(shape)}",
-        expected="a cotangent shaped like the argument, or None for zero",
-        cause=(
+        f" {tuple(shape)}; expected a cotangent shaped like the argument, or None for zero",
+        hint=(
             "if the argument was broadcast, its cotangent must be summed over the axes along which it was"
             " repeated"
         ),
@@ -179,13 +178,12 @@ class UserRuleCall(Call):
                 )
                 if not same:
                     raise TransformError(
-                        f"forward mode of {self.name}{diagnostics.where()}, whose backward is not linear in"
-                        " the cotangents",
-                        expected="a linear backward, because forward mode is its transpose",
-                        cause="the backward clips, rounds or compares the cotangents",
-                        next_step=(
-                            "give the function a rule for forward mode as well, or differentiate it in"
-                            " reverse mode only"
+                        f"forward mode of {self.name}{diagnostics.where()}, whose backward is not linear"
+                        " in the cotangents; expected a linear backward, because forward mode is its"
+                        " transpose",
+                        hint=(
+                            "the backward clips, rounds or compares the cotangents; give the function a"
+                            " rule for forward mode as well, or differentiate it in reverse mode only"
                         ),
                     )
         return pushed
@@ -253,5 +251,5 @@ class UserRuleCall(Call):
     def without_rule(self) -> TransformError:
         return TransformError(
             f"{self.name} has no rule for its derivative{diagnostics.where()}",
-            next_step="give it one: defvjp or defjvp, or the backward or jvp of the Function",
+            hint="give it one: defvjp or defjvp, or the backward or jvp of the Function",
         )

@@ -125,12 +125,10 @@ class _MappedCall:
     def _run_groups(self, flat: list[Any], divergence: Divergence, watch: WriteCounts) -> Any:
         if watch.was_written():
             raise TransformError(
-                f"vmap({self.name}, ...): samples disagree on a branch{divergence.where}, after an argument"
-                " was written to in place",
-                expected=(
-                    "unchanged arguments, because the function runs again for the samples of each outcome"
-                ),
-                next_step="write into a clone of the argument",
+                f"vmap({self.name}, ...): samples disagree on a branch{divergence.where}, after an"
+                " argument was written to in place; expected unchanged arguments, because the function"
+                " runs again for the samples of each outcome",
+                hint="write into a clone of the argument",
             )
         device = next(x.device for x, d in zip(flat, self.dims, strict=True) if d is not None)
         groups = divergence.groups(device)
@@ -145,7 +143,7 @@ class _MappedCall:
         if any(structure != structures[0] for structure in structures):
             raise TransformError(
                 f"vmap({self.name}, ...): `{self.name}` returns results of several structures",
-                cause="samples take different branches, and the branches return different things",
+                hint="samples take different branches, and the branches return different things",
             )
         places = _broadcast_prefix(self.out_dims, parts[0], len(flats[0]), self.name)
         joined = [
@@ -160,9 +158,8 @@ class _MappedCall:
         if any(shape != shapes[0] for shape in shapes):
             raise TransformError(
                 f"vmap({self.name}, ...): `{self.name}` returns tensors of shapes"
-                f" {sorted(set(map(tuple, shapes)))}",
-                expected="one shape for all samples",
-                cause="samples take different branches, or a length depends on the data",
+                f" {sorted(set(map(tuple, shapes)))}; expected one shape for all samples",
+                hint="samples take different branches, or a length depends on the data",
             )
         return torch.cat(items, dim) if order is None else torch.cat(items, dim).index_select(dim, order)
 
@@ -174,7 +171,7 @@ class _MappedCall:
             raise TransformError(
                 f"vmap({self.name}, ...): `{self.name}` returns different values for different samples where"
                 " out_dims is None",
-                next_step="set the position of the sample axis in out_dims for that output",
+                hint="set the position of the sample axis in out_dims for that output",
             )
         return items[0]
 

@@ -166,13 +166,13 @@ def rows_where(frame: pd.DataFrame, condition: str, option: str) -> np.ndarray[A
         raise ConfigError(f"{option}: {error}") from None
     except Exception as error:  # pandas has many kinds of them for types that can't be compared
         raise ConfigError(
-            f"{option}: {condition!r} can't be answered: {first_line(error)}",
-            expected=f"values of the columns' own types: {', '.join(f'{n} {frame[n].dtype}' for n in names)}",
+            f"{option}: {condition!r} can't be answered: {first_line(error)}; expected values of the"
+            f" columns' own types: {', '.join(f'{n} {frame[n].dtype}' for n in names)}",
         ) from error
     if not isinstance(found, pd.Series) or not pd.api.types.is_bool_dtype(found):
         raise ConfigError(
-            f"{option}: {condition!r} is not true or false of each row",
-            expected="a comparison of a column with a value, such as loss > 2",
+            f"{option}: {condition!r} is not true or false of each row; expected a comparison of a column"
+            " with a value, such as loss > 2",
         )
     return found.to_numpy(bool)
 

@@ -36,7 +36,6 @@ def read(kind: type[T], content: Any, name: str = "manifest.json") -> T:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "its content"
         raise DataError(
-            f"{name} can't be read: {place}: {first['msg']}",
-            expected="the file as psgrad wrote it",
-            next_step="run the command again that wrote it",
+            f"{name} can't be read: {place}: {first['msg']}; expected the file as psgrad wrote it",
+            hint="run the command again that wrote it",
         ) from error

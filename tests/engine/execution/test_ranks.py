@@ -103,13 +103,16 @@ def test_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     def work(group: RankGroup) -> None:
         def fails() -> int:
             if group.rank == 1:
-                raise ConfigError("row 7 is broken", next_step="mend it")
+                raise ConfigError(
+                    "row 7 is broken",
+                    hint="mend it",
+                )
             return 3
 
         assert group.together("a pass", lambda: group.rank) == group.rank
         with pytest.raises(ConfigError, match="row 7 is broken") as found:
             group.together("a pass", fails)
-        assert found.value.next_step == "mend it"
+        assert found.value.hint == "mend it"
 
     ended = run_in_group(tmp_path, 2, work)
     assert [rank.code for rank in ended] == [0, 0], ended

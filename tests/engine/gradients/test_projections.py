@@ -522,23 +522,23 @@ def test_projection_columns_of_parameters() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Rademacher(0), "Rademacher: k=0\n  expected: a whole number, at least 1"),
+        (lambda: Rademacher(0), "Rademacher: k=0; expected a whole number, at least 1"),
         (lambda: Gaussian(2.5), "Gaussian: k=2.5\n"),  # type: ignore[arg-type]
-        (lambda: Rademacher(4, seed=0.5), "Rademacher: seed=0.5\n  expected: a whole number"),  # type: ignore[arg-type]
-        (lambda: Rademacher(4, per="module"), "Rademacher: per='module'\n  expected: 'total' or 'parameter'"),  # type: ignore[arg-type]
-        (lambda: Sparse(10, nonzeros=3), "Sparse: k=10 with nonzeros=3\n  expected: a multiple of nonzeros"),
+        (lambda: Rademacher(4, seed=0.5), "Rademacher: seed=0.5; expected a whole number"),  # type: ignore[arg-type]
+        (lambda: Rademacher(4, per="module"), "Rademacher: per='module'; expected 'total' or 'parameter'"),  # type: ignore[arg-type]
+        (lambda: Sparse(10, nonzeros=3), "Sparse: k=10 with nonzeros=3; expected a multiple of nonzeros"),
         (lambda: TwoSided(4, True), "TwoSided: right=True\n"),
         (
             lambda: TwoSided(4, 4, matrices="signs"),
-            "TwoSided: matrices='signs'\n  expected: 'rademacher' or 'gaussian'",
+            "TwoSided: matrices='signs'; expected 'rademacher' or 'gaussian'",
         ),  # type: ignore[arg-type]
         (
             lambda: projection_from({"kind": "hadamard"}),
-            "a projection of kind 'hadamard'\n  expected: one of rademacher, gaussian, sparse",
+            "a projection of kind 'hadamard'; expected one of rademacher, gaussian, sparse",
         ),
         (
             lambda: projection_from({**Sparse(4).describe(), "version": 0}),
-            "a projection of version 0\n  expected: version 1",
+            "a projection of version 0; expected version 1",
         ),
         (
             lambda: projection_from({**Sparse(4).describe(), "rows": 0}),

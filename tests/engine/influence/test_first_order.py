@@ -157,8 +157,8 @@ def test_first_order_tracin_of_adam_refused(data: Any) -> None:
     training, _ = both(network(), data)
     with pytest.raises(InfluenceError, match="and checkpoint 2 has none") as refusal:
         TracIn(optimizer="adam").fit(training, Checkpoint(2, 0.5))
-    assert refusal.value.next_step is not None
-    assert "set influence.method.batch_size" in refusal.value.next_step
+    assert refusal.value.hint is not None
+    assert "set influence.method.batch_size" in refusal.value.hint
     with pytest.raises(
         InfluenceError, match=r"the optimiser's state of checkpoint 0 has nothing of 0.weight"
     ):

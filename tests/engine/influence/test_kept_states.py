@@ -87,10 +87,9 @@ def test_states_on_disk_are_gone_after_a_kill(tmp_path: Path) -> None:
 
 
 def refused(error: InfluenceError, words: str) -> None:
-    assert words in error.arrived
-    assert "influence.training.states: disk" in str(error.expected)
-    assert "influence.training.states: memory" in str(error.next_step)
-    assert error.cause
+    assert words in error.message
+    assert "influence.training.states: disk" in error.message
+    assert "influence.training.states: memory" in str(error.hint)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")

@@ -372,7 +372,7 @@ def test_trak_singular_moment_refused(data: Any, method: Any) -> None:
         InfluenceError, match="is singular: damping 0, 73 columns, 13 training examples"
     ) as caught:
         method.fit(training, Checkpoint())
-    enough = float(str(caught.value.next_step).split("damping: ")[1].split(",")[0])
+    enough = float(str(caught.value.hint).split("damping: ")[1].split(",")[0])
     fitted = type(method)(damping=enough).fit(training, Checkpoint())
     assert matrix_of(fitted, queries)[""].isfinite().all()
 

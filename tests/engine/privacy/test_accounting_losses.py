@@ -314,7 +314,7 @@ def test_pld_too_many_steps_refused() -> None:
 
 def test_pld_without_dp_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(ConfigError, match=r"next step: pip install 'dp-accounting>=0.6'"):
+    with pytest.raises(ConfigError, match=r"hint: pip install 'dp-accounting>=0.6'"):
         epsilon_pld([(poisson(1.0, 0.1), 1)], 1e-5)
 
 

@@ -134,8 +134,8 @@ def test_generator_fork(seed: int | None) -> None:
 def test_generator_copy_refused(way: object) -> None:
     with pytest.raises(ConfigError) as caught:
         way(make_generator())  # type: ignore[operator]
-    assert "to be copied or pickled" in caught.value.arrived
-    assert "subtract it" in str(caught.value.cause)
+    assert "to be copied or pickled" in caught.value.message
+    assert "subtract it" in str(caught.value.hint)
 
 
 def test_generator_key_hidden() -> None:

@@ -163,8 +163,8 @@ def test_noise_device_of_released_tensors(device: torch.device) -> None:
 def test_noise_multiplier_refused(multiplier: float) -> None:
     with pytest.raises(ConfigError) as caught:
         Noise(multiplier)
-    assert caught.value.arrived == f"the noise multiplier is {multiplier}"
-    assert "target_epsilon" in str(caught.value.next_step)
+    assert caught.value.message == f"the noise multiplier is {multiplier}"
+    assert "target_epsilon" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -173,5 +173,5 @@ def test_noise_half_precision_sums_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError) as caught:
         Noise(1.0).add(sums, CLIPPING, "add_or_remove_one", make_generator())
     error = caught.value
-    assert error.arrived == f"the sum of u is {dtype}"
-    assert "sum in float64" in str(error.next_step)
+    assert error.message == f"the sum of u is {dtype}"
+    assert "sum in float64" in str(error.hint)

@@ -93,7 +93,7 @@ def test_records_unit_of_many_rows_without_cap_refused() -> None:
     with pytest.raises(DataError) as caught:
         Records.of_units(units)
     assert "the unit eve has 1001 rows, and all rows of a unit are in memory together" in str(caught.value)
-    assert "expected: privacy.unit.max_rows where a unit has more than 1000 rows" in str(caught.value)
+    assert "expected privacy.unit.max_rows where a unit has more than 1000 rows" in str(caught.value)
     assert Records.of_units(units, 1001).longest == 1001
     assert Records.of_units(units[1:]).longest == 1000
 
@@ -304,12 +304,12 @@ def test_records_copy_leaves_row() -> None:
         (lambda row: row.view(7), "my.py:crop raised RuntimeError: shape '[7]' is invalid"),
         (
             lambda row: None,
-            "my.py:crop returned NoneType\n  expected: 1 tensors, as many as a row has inputs",
+            "my.py:crop returned NoneType; expected 1 tensors, as many as a row has inputs",
         ),
-        (lambda row: (row, row), "my.py:crop returned Tensor, Tensor\n  expected: 1 tensors"),
+        (lambda row: (row, row), "my.py:crop returned Tensor, Tensor; expected 1 tensors"),
         (
             lambda row: row[: int(row[0])],
-            "my.py:crop returned the shapes [2], and [1] before\n  expected: one shape for all copies",
+            "my.py:crop returned the shapes [2], and [1] before; expected one shape for all copies",
         ),
     ],
 )

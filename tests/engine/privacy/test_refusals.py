@@ -34,13 +34,9 @@ def test_refusal_delta_above_one_over_records() -> None:
         require_small_delta(1e-3, 1000)
     assert caught.value.exit_code == EXIT_USAGE
     assert str(caught.value).splitlines() == [
-        "privacy.delta is 0.001, and the dataset has 1000 records",
-        "  expected: less than 1 / 1000 = 0.001",
-        (
-            "  likely cause: with such a delta it would be within the guarantee to publish one record, picked"
-            " at random, as it is"
-        ),
-        "  next step: set privacy.delta well below that, such as 1e-4",
+        "privacy.delta is 0.001, and the dataset has 1000 records; expected less than 1 / 1000 = 0.001",
+        "  hint: with such a delta it would be within the guarantee to publish one record, picked at random, as"
+        " it is; set privacy.delta well below that, such as 1e-4",
     ]
 
 
@@ -65,7 +61,7 @@ TRUNCATED = Sampling("truncated_poisson", sample_rate=0.1, max_batch_size=50, da
     [
         (49, POISSON, "is 49, and batches will have about 100 records (sample_rate 0.1 of 1000 records)"),
         (201, POISSON, "is 201, and batches will have about 100 records"),
-        (201, POISSON, "next step: set privacy.expected_batch_size: 100, or correct the sampling"),
+        (201, POISSON, "hint: set privacy.expected_batch_size: 100, or correct the sampling"),
         (20, FIXED, "batches will have about 64 records (batch_size 64)"),
         (110, TRUNCATED, "batches will have about 50 records (max_batch_size 50)"),
     ],
@@ -105,10 +101,10 @@ def test_refusal_tail_of_noise(steps: list[tuple[float, int]], delta: float, ref
         return
     with pytest.raises(ConfigError) as caught:
         require_tail(steps, delta)
-    assert caught.value.arrived.startswith(
+    assert caught.value.message.startswith(
         f"the noise multiplier is {min(z for z, _ in steps):g}: a record may move the sum by"
     )
-    assert f"ends at {REACH:.3g} deviations" in str(caught.value.expected)
+    assert f"ends at {REACH:.3g} deviations" in caught.value.message
 
 
 # -- Models --------------------------------------------------------------------------------------------------
@@ -238,11 +234,11 @@ def test_refusal_running_statistics_in_train_mode(layer: nn.Module, kind: str) -
     assert f"({kind}" in message
     assert "is in train mode, and its running statistics follow the data" in message
     assert (
-        "expected: parameters and buffers that a forward pass leaves alone: what the data writes into them is"
+        "expected parameters and buffers that a forward pass leaves alone: what the data writes into them is"
         " published without" in message
     )
     assert (
-        "next step: set model.mode: eval, build it with track_running_stats=False, or replace it by"
+        "hint: set model.mode: eval, build it with track_running_stats=False, or replace it by"
         " nn.GroupNorm" in message
     )
 
@@ -255,7 +251,7 @@ def test_refusal_statistics_of_the_batch(mode: bool) -> None:
         " then depends" in message
     )
     assert (
-        "next step: replace it by nn.GroupNorm, or build it with track_running_stats=True and set model.mode:"
+        "hint: replace it by nn.GroupNorm, or build it with track_running_stats=True and set model.mode:"
         " eval" in message
     )
 
@@ -329,8 +325,7 @@ def test_refusal_loss_with_a_memory() -> None:
     message = refusal(nn.Linear(6, 3), loss)
     assert "the loss of row " in message
     assert (
-        "once others have passed\n  expected: a loss of each record that depends on no other record"
-        in message
+        "once others have passed; expected a loss of each record that depends on no other record" in message
     )
 
 
@@ -350,8 +345,8 @@ def test_refusal_model_that_mixes_records(middle: nn.Module, layer: str) -> None
     message = refusal(Around(middle))
     assert "what the model makes of a row changes with the other rows of its batch, by " in message
     assert f"of its size, first in the layer {layer}" in message
-    assert "expected: an output for each record that depends on no other record" in message
-    assert "next step: use layers that look at one sample, such as nn.GroupNorm" in message
+    assert "expected an output for each record that depends on no other record" in message
+    assert "hint: use layers that look at one sample, such as nn.GroupNorm" in message
 
 
 def test_refusal_model_that_depends_on_the_size_of_the_batch() -> None:

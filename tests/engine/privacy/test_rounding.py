@@ -228,8 +228,8 @@ def test_grid_of_is_a_power_of_two_near_a_4096th(deviation: float, grid: float) 
 def test_grid_of_refused(deviation: float) -> None:
     with pytest.raises(ConfigError) as caught:
         grid_of(deviation)
-    assert "standard deviation" in caught.value.arrived
-    assert caught.value.next_step
+    assert "standard deviation" in caught.value.message
+    assert caught.value.hint
 
 
 def test_adaptive_count_on_grid() -> None:

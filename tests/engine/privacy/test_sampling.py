@@ -215,25 +215,25 @@ def test_sampling_rejects_biased_integers() -> None:
 def test_sampling_arguments_refused(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Sampling(**fields)
-    assert caught.value.arrived.removesuffix(" sampling") == says.removesuffix(" sampling")
-    assert caught.value.expected or caught.value.next_step
+    assert caught.value.message.removesuffix(" sampling") == says.removesuffix(" sampling")
+    assert "expected" in caught.value.message or caught.value.hint
 
 
 def test_sampling_batch_size_as_rate_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Sampling("poisson", sample_rate=128)
-    assert caught.value.cause == "the number of records in a batch was given"
+    assert "the number of records in a batch was given" in str(caught.value.hint)
 
 
 def test_sampling_small_dataset_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Sampling("fixed", batch_size=5).draw(4, make_generator())
-    assert caught.value.arrived == "batch_size is 5, and the dataset has 4 records"
+    assert caught.value.message == "batch_size is 5, and the dataset has 4 records"
     truncated = Sampling("truncated_poisson", sample_rate=0.5, max_batch_size=2, dataset_size=5)
     with pytest.raises(ConfigError) as caught:
         truncated.draw(6, make_generator())
-    assert caught.value.arrived == "the dataset has 6 records, and dataset_size is 5"
-    assert "set dataset_size to 6" in str(caught.value.next_step)
+    assert caught.value.message == "the dataset has 6 records, and dataset_size is 5"
+    assert "set dataset_size to 6" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("scheme", ["poisson", "truncated_poisson", "fixed"])

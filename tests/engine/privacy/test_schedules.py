@@ -52,7 +52,7 @@ def test_schedule_description_round_trip(schedule: Schedule) -> None:
     [
         (
             {"kind": "cosine"},
-            "the schedule's kind is 'cosine'\n  expected: one of constant, step, exponential, list",
+            "the schedule's kind is 'cosine'; expected one of constant, step, exponential, list",
         ),
         ({"kind": "step", "every": 3}, "a schedule of kind step needs factor"),
         ({"kind": "exponential", "factor": 0.9, "every": 2}, "a schedule of kind exponential takes no every"),

@@ -276,7 +276,7 @@ def test_autograd_inside_transform_refused(name: str, transform: Callable[..., A
     function, words = INSIDE[name]
     with pytest.raises(TransformError, match=words) as caught:
         transform(function)
-    assert "test_broken_once.py:" in caught.value.arrived
+    assert "test_broken_once.py:" in caught.value.message
 
 
 def test_backward_hook_of_frozen_module() -> None:

@@ -199,11 +199,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "chunks of none": (lambda: jacrev(vector, chunk_size=0), "chunk_size"),
     "complex output": (
         lambda: jacrev(lambda x: torch.complex(x, x))(X),
-        "expected: real floating-point outputs",
+        "expected real floating-point outputs",
     ),
     "complex input": (
         lambda: jacfwd(lambda x: x.abs())(torch.complex(X, X)),
-        "expected: real floating-point inputs",
+        "expected real floating-point inputs",
     ),
     "argnums out of range": (lambda: jacrev(vector, 3)(X), "only 1 positional inputs"),
     "no model": (lambda: stack_module_state([]), "at least one model"),

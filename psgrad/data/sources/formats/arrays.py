@@ -28,7 +28,7 @@ class NPZ(Source):
 
     def table(self, path: Path, roles: ColumnRoles) -> pa.Table:
         if path.open("rb").read(len(_ZIP)) != _ZIP:
-            raise DataError(f"{path} is no npz archive", expected="named arrays, as numpy.savez writes them")
+            raise DataError(f"{path} is no npz archive; expected named arrays, as numpy.savez writes them")
         try:
             with np.load(path, allow_pickle=False) as file:
                 require_columns(roles.columns, file.files, path)
@@ -43,15 +43,16 @@ def _unreadable(path: Path, error: Exception) -> DataError:
     """The error for an npz file of which numpy reads no arrays."""
     if "allow_pickle" in str(error):
         return DataError(
-            f"{path} holds an array of Python objects, which is a pickle; it was not opened",
-            expected="arrays of numbers, or of fixed-width text for ids",
-            cause="rows of unequal length, or texts, put into one array",
-            next_step=(
-                "pad the rows to one length before numpy.savez; save ids with numpy.array(ids, dtype=str)"
+            f"{path} holds an array of Python objects, which is a pickle; it was not opened; expected"
+            " arrays of numbers, or of fixed-width text for ids",
+            hint=(
+                "rows of unequal length, or texts, put into one array; pad the rows to one length"
+                " before numpy.savez; save ids with numpy.array(ids, dtype=str)"
             ),
         )
     return DataError(
-        f"{path} is damaged: {error}", expected="a whole npz archive", cause="an interrupted copy or download"
+        f"{path} is damaged: {error}; expected a whole npz archive",
+        hint="an interrupted copy or download",
     )
 
 
@@ -71,9 +72,8 @@ class Safetensors(Source):
             raise
         except Exception as error:
             raise DataError(
-                f"{path} is damaged: {error}",
-                expected="a whole safetensors file",
-                cause="an interrupted copy or download",
+                f"{path} is damaged: {error}; expected a whole safetensors file",
+                hint="an interrupted copy or download",
             ) from error
         # numpy lacks bfloat16 and the types of 8 bits.
         small = {name: x.is_floating_point() and x.element_size() < 4 for name, x in found.items()}
@@ -89,14 +89,14 @@ def table_of_arrays(arrays: Mapping[str, npt.NDArray[Any]], path: Path) -> pa.Ta
     for name, array in arrays.items():
         if not array.ndim:
             raise DataError(
-                f"{name!r} in {path} is a single number", expected="an array with one row per sample"
+                f"{name!r} in {path} is a single number; expected an array with one row per sample"
             )
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise DataError(
-            f"the columns of {path} have different numbers of rows: {listed}",
-            expected="one row per sample in each",
+            f"the columns of {path} have different numbers of rows: {listed}; expected one row per sample"
+            " in each",
         )
     return pa.table({name: _column(array, name) for name, array in arrays.items()})
 

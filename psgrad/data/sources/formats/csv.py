@@ -140,8 +140,8 @@ def _require_one_kind(name: str, column: pa.ChunkedArray, path: Path) -> None:
     names = [each for each in texts if not _is_number(each)]
     if numbers and names:
         raise DataError(
-            f"the column {name!r} of {path} has mixed types: {numbers[0]!r} and {names[0]!r}",
-            expected="numbers in all rows, or names of classes in all rows",
+            f"the column {name!r} of {path} has mixed types: {numbers[0]!r} and {names[0]!r}; expected"
+            " numbers in all rows, or names of classes in all rows",
         )
 
 

@@ -40,21 +40,22 @@ def objects(path: Path) -> list[Object]:
     except ValueError as error:
         several = "Extra data" in str(error)
         raise DataError(
-            f"{path} is no JSON: {error}",
-            expected="a list of objects",
-            cause="an object in each line: name the file .jsonl"
-            if several
-            else "a file that was cut, or an object with a key twice",
+            f"{path} is no JSON: {error}; expected a list of objects",
+            hint=(
+                "an object in each line: name the file .jsonl"
+                if several
+                else "a file that was cut, or an object with a key twice"
+            ),
         ) from error
     if isinstance(found, dict):
         found = found.get("data", found)
     if not isinstance(found, list):
         raise DataError(
-            f"{path} holds {word_for(found)}", expected='a list of objects, or {"data": [...]} with one'
+            f'{path} holds {word_for(found)}; expected a list of objects, or {{"data": [...]}} with one',
         )
     for number, each in enumerate(found):
         if not isinstance(each, dict):
-            raise DataError(f"{path}, entry {number} holds {word_for(each)}", expected="a list of objects")
+            raise DataError(f"{path}, entry {number} holds {word_for(each)}; expected a list of objects")
     return found
 
 
@@ -74,14 +75,15 @@ def _objects_by_line(path: Path) -> Iterator[Object]:
             found: Any = json_value(line)
         except ValueError as error:
             raise DataError(
-                f"{path}, line {number} is no JSON: {error}",
-                expected="an object in each line",
-                cause="a file of one JSON value (name it .json), a line that was cut, or an object with a key"
-                " twice",
+                f"{path}, line {number} is no JSON: {error}; expected an object in each line",
+                hint=(
+                    "a file of one JSON value (name it .json), a line that was cut, or an object with a key"
+                    " twice"
+                ),
             ) from error
         if not isinstance(found, dict):
             raise DataError(
-                f"{path}, line {number} holds {word_for(found)}", expected="an object {...} in each line"
+                f"{path}, line {number} holds {word_for(found)}; expected an object {{...}} in each line"
             )
         yield found
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 from psgrad.data.columns import ColumnRoles
 from psgrad.data.sources.objects import Object, json_value, table_of
 from psgrad.data.sources.source import Source
-from psgrad.errors import DataError
+from psgrad.errors import DataError, one_line
 
 KEY = "__key__"
 
@@ -35,7 +35,7 @@ class Tar(Source):
         except (tarfile.TarError, EOFError, zlib.error) as error:
             raise DataError(
                 f"{path} can't be read as tar: {error}",
-                cause="an interrupted copy or download, or another format",
+                hint="an interrupted copy or download, or another format",
             ) from error
 
 
@@ -56,13 +56,13 @@ def _rows(path: Path, columns: list[str]) -> Iterator[Object]:
                 if key in seen:
                     raise DataError(
                         f"the files {key}.* in {path} are not next to each other",
-                        next_step="write the archive in the order of the names: tar --sort=name",
+                        hint="write the archive in the order of the names: tar --sort=name",
                     )
                 seen.add(key)
                 row = {KEY: key}
             if extension in row:
                 raise DataError(
-                    f"{path} has two files {member.name}", expected="a name of its own for each file"
+                    f"{path} has two files {member.name}; expected a name of its own for each file"
                 )
             wanted = extension in columns
             row[extension] = _value(archive, member, extension, path) if wanted else None
@@ -81,8 +81,10 @@ def _value(archive: tarfile.TarFile, member: tarfile.TarInfo, extension: str, pa
         return _DECODERS[kind](content) if kind in _DECODERS else content
     except (ValueError, EOFError) as error:
         raise DataError(
-            f"the file {member.name} in {path} can't be read: {error}",
-            expected=_EXPECTED.get(kind, "another content"),
+            one_line(
+                f"the file {member.name} in {path} can't be read: {error}",
+                "expected " + (_EXPECTED.get(kind, "another content")),
+            )
         ) from error
 
 

@@ -28,13 +28,14 @@ def projection_from(description: Mapping[str, Any]) -> Projection:
     values = dict(description)
     kind, version = values.pop("kind", None), values.pop("version", None)
     if kind not in _KINDS:
-        raise TransformArgumentError(f"a projection of kind {kind!r}", expected=f"one of {', '.join(_KINDS)}")
+        raise TransformArgumentError(f"a projection of kind {kind!r}; expected one of {', '.join(_KINDS)}")
     if version != VERSION:
         raise TransformArgumentError(
-            f"a projection of version {version!r}",
-            expected=f"version {VERSION}",
-            cause="it was made by another version of psgrad, whose random numbers are others",
-            next_step="project again, or use the version that projected",
+            f"a projection of version {version!r}; expected version {VERSION}",
+            hint=(
+                "it was made by another version of psgrad, whose random numbers are others; project"
+                " again, or use the version that projected"
+            ),
         )
     try:
         return _KINDS[kind](**values)

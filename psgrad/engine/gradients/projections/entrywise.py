@@ -227,8 +227,8 @@ class Sparse(Projection):
         self._check(k=self.k, nonzeros=self.nonzeros)
         if self.k % self.nonzeros:
             raise TransformArgumentError(
-                f"Sparse: k={self.k} with nonzeros={self.nonzeros}",
-                expected="a multiple of nonzeros, because each non-zero has its own block of columns",
+                f"Sparse: k={self.k} with nonzeros={self.nonzeros}; expected a multiple of nonzeros,"
+                " because each non-zero has its own block of columns",
             )
 
     @property

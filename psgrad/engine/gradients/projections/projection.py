@@ -241,16 +241,13 @@ class Projection(ABC):
         title = type(self).__name__
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise TransformArgumentError(
-                    f"{title}: {name}={size!r}", expected="a whole number, at least 1"
-                )
+                raise TransformArgumentError(f"{title}: {name}={size!r}; expected a whole number, at least 1")
         if self.per not in ("total", "parameter"):
-            raise TransformArgumentError(f"{title}: per={self.per!r}", expected="'total' or 'parameter'")
+            raise TransformArgumentError(f"{title}: per={self.per!r}; expected 'total' or 'parameter'")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise TransformArgumentError(
-                f"{title}: seed={self.seed!r}",
-                expected="a whole number",
-                cause="a float would seed by its rounding",
+                f"{title}: seed={self.seed!r}; expected a whole number",
+                hint="a float would seed by its rounding",
             )
 
 

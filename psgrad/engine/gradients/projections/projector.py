@@ -44,9 +44,9 @@ class Projector:
         self, kind: str, dimension: int, seed: int, number: int, params: Mapping[str, torch.Tensor]
     ) -> None:
         if kind not in KINDS:
-            raise ConfigError(f"a projection of kind {kind!r}", expected=f"one of {', '.join(KINDS)}")
+            raise ConfigError(f"a projection of kind {kind!r}; expected one of {', '.join(KINDS)}")
         if isinstance(dimension, bool) or not isinstance(dimension, int) or dimension < 1:
-            raise ConfigError(f"a projection to {dimension!r} columns", expected="a whole number, at least 1")
+            raise ConfigError(f"a projection to {dimension!r} columns; expected a whole number, at least 1")
         self.flat = Flat(params)
         self.kind = kind
         side = self.side = math.isqrt(dimension)
@@ -118,9 +118,8 @@ class Projector:
             assert self.projection is not None, "all entries have columns of their own"
             raise InfluenceError(
                 f"scores by layer were asked of gradients whose {self.projection.kind} projection adds all"
-                " parameters up",
-                expected="columns of their own for each parameter",
-                next_step="use projection: two-sided or none, or leave `layers` out",
+                " parameters up; expected columns of their own for each parameter",
+                hint="use projection: two-sided or none, or leave `layers` out",
             )
         if per == "parameter":
             return dict(columns)

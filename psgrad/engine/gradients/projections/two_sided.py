@@ -65,7 +65,7 @@ class TwoSided(Projection):
         self._check(left=self.left, right=self.right)
         if self.matrices not in ("rademacher", "gaussian"):
             raise TransformArgumentError(
-                f"TwoSided: matrices={self.matrices!r}", expected="'rademacher' or 'gaussian'"
+                f"TwoSided: matrices={self.matrices!r}; expected 'rademacher' or 'gaussian'"
             )
 
     @property

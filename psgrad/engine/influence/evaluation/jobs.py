@@ -55,10 +55,10 @@ class LoadedRows:
             shortest, longest = int(block.lengths.min()), int(block.lengths.max())
             if shortest < longest:
                 raise ModelError(
-                    f"rows of {shortest} to {longest} positions can't be trained on together: the model does"
-                    " not ignore padding",
-                    expected="rows of one length, or a model that takes a mask of the positions",
-                    next_step="give the model a mask as an input, or evaluate on rows of one length",
+                    f"rows of {shortest} to {longest} positions can't be trained on together: the model"
+                    " does not ignore padding; expected rows of one length, or a model that takes a mask"
+                    " of the positions",
+                    hint="give the model a mask as an input, or evaluate on rows of one length",
                 )
         return LoadedRows(
             *to_device(
@@ -100,9 +100,9 @@ class Members:
         )
         if odd is not None:
             raise ModelError(
-                f"the retrained model number {odd} has other weights than number 0",
-                expected="models of one class with the same parameters and buffers",
-                next_step="have the training function return the model that it is given, trained",
+                f"the retrained model number {odd} has other weights than number 0; expected models of one"
+                " class with the same parameters and buffers",
+                hint="have the training function return the model that it is given, trained",
             )
         for model in models:
             model.eval()

@@ -196,8 +196,10 @@ def _require_finite(
     raise InfluenceError(
         f"the training of {jobs[lost[0]].name} diverged in epoch {epoch}: its loss or weights are not finite "
         f"({len(lost)} of the {len(jobs)} models that are trained together)",
-        cause="the learning rate is too high for this model, or its loss is not bounded on these rows",
-        next_step="set a smaller learning_rate in influence.evaluate.train",
+        hint=(
+            "the learning rate is too high for this model, or its loss is not bounded on these rows;"
+            " set a smaller learning_rate in influence.evaluate.train"
+        ),
     )
 
 
@@ -207,12 +209,10 @@ def _require_independent(model: nn.Module) -> None:
         raise ModelError(
             f"the built-in trainer can't train the layer {mixing or 'the model itself'} (batch"
             " normalisation)",
-            cause=(
-                "in train mode it makes every sample depend on its whole batch, and keeps a state beside the"
-                " weights"
-            ),
-            next_step=(
-                "name a training function of your own: influence.evaluate.train.function: file.py:train"
+            hint=(
+                "in train mode it makes every sample depend on its whole batch, and keeps a state"
+                " beside the weights; name a training function of your own:"
+                " influence.evaluate.train.function: file.py:train"
             ),
         )
 

@@ -138,17 +138,20 @@ def from_index(method: Method, store: IndexStore) -> Method:
     """
     if not isinstance(method, _ANSWERED):
         raise InfluenceError(
-            f"an index has no answer by {method.name}",
-            expected=f"one of {', '.join(kind.name for kind in _ANSWERED)}",
-            cause="it holds one row of numbers for each training example, and no curvature of the model",
-            next_step="choose one of these, or leave influence.index out",
+            f"an index has no answer by {method.name}; expected one of"
+            f" {', '.join(kind.name for kind in _ANSWERED)}",
+            hint=(
+                "it holds one row of numbers for each training example, and no curvature of the model;"
+                " choose one of these, or leave influence.index out"
+            ),
         )
     if isinstance(method, TracIn) and method.optimizer == "adam":
         raise InfluenceError(
-            "an index has no answer by tracin with optimizer: adam",
-            expected="optimizer: sgd",
-            cause="Adam scales each number of a gradient, and an index holds projections",
-            next_step="leave optimizer out, or leave influence.index out",
+            "an index has no answer by tracin with optimizer: adam; expected optimizer: sgd",
+            hint=(
+                "Adam scales each number of a gradient, and an index holds projections; leave optimizer"
+                " out, or leave influence.index out"
+            ),
         )
     return _Indexed(method, store)
 
@@ -168,7 +171,7 @@ class _Indexed(Method):
         if not 0 <= checkpoint.number < count:
             raise InfluenceError(
                 f"checkpoint {checkpoint.number} (from 0) is not in the index, which has {count}",
-                next_step="build an index of all checkpoints",
+                hint="build an index of all checkpoints",
             )
         return _fitted(self.method, StoredRows(self.store, checkpoint.number), training, checkpoint)
 

@@ -19,7 +19,7 @@ from psgrad.engine.influence.index.row_products import Queries
 from psgrad.engine.influence.index.stored_index import StoredRows
 from psgrad.engine.influence.leverage import Damping
 from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock
-from psgrad.errors import InfluenceError
+from psgrad.errors import InfluenceError, one_line
 
 
 class FittedRows(Fitted):
@@ -153,7 +153,7 @@ class ProjectedCosines(FittedRows):
     def self_influence(self) -> Iterator[SelfBlock]:
         raise InfluenceError(
             "gradient_cosine has no self-influence: the cosine of every gradient with itself is 1",
-            next_step="choose gradient_dot, whose self-influence is the squared gradient norm",
+            hint="choose gradient_dot, whose self-influence is the squared gradient norm",
         )
 
 
@@ -233,16 +233,15 @@ def factor_of(matrix: torch.Tensor, damping: float, mean_eigenvalue: float, coun
     enough = 1e-6 * mean_eigenvalue
     raise InfluenceError(
         f"the second moment of the projected gradients is singular: damping {damping:g}, {len(matrix)}"
-        f" columns, {count} training examples",
-        expected="a matrix with an inverse",
-        cause=(
-            "fewer training examples than columns, or parameters that the loss does not depend on, and hardly"
-            " any damping"
-        ),
-        next_step=(
-            f"set influence.method.damping: {enough:.3g}, or more"
-            if enough > 0
-            else "look at the data: every gradient is zero"
+        f" columns, {count} training examples; expected a matrix with an inverse",
+        hint=(
+            one_line(
+                "fewer training examples than columns, or parameters that the loss does not depend on, and"
+                " hardly any damping",
+                f"set influence.method.damping: {enough:.3g}, or more"
+                if enough > 0
+                else "look at the data: every gradient is zero",
+            )
         ),
     )
 
@@ -262,8 +261,9 @@ def require_parameters(flat: Flat, queries: Examples) -> None:
     ]
     raise InfluenceError(
         f"the queries' gradients are of other parameters than the training examples': {first} is"
-        f" {sizes[1] or 'not among them'}",
-        expected=f"{first} {sizes[0] or 'not among them'}",
-        cause="another model, or another choice of parameters",
-        next_step="choose the same model and parameters, or build the index again",
+        f" {sizes[1] or 'not among them'}; expected {first} {sizes[0] or 'not among them'}",
+        hint=(
+            "another model, or another choice of parameters; choose the same model and parameters, or"
+            " build the index again"
+        ),
     )

@@ -61,13 +61,11 @@ def margin(output: Any, target: Any) -> torch.Tensor:
 
 def _no_margin(arrived: str) -> InfluenceError:
     return InfluenceError(
-        f"TRAK has no margin here: {arrived}",
-        expected="logits [classes] with one label, or one number",
-        cause=(
-            "a loss over positions or over several values, which is no function of one number of the model's"
-            " output"
+        f"TRAK has no margin here: {arrived}; expected logits [classes] with one label, or one number",
+        hint=(
+            "a loss over positions or over several values, which is no function of one number of the"
+            " model's output; choose another method, such as influence or ekfac"
         ),
-        next_step="choose another method, such as influence or ekfac",
     )
 
 
@@ -117,16 +115,12 @@ def require_explained(aux: dict[str, torch.Tensor], numbers: torch.Tensor) -> No
         row = int(wrong.nonzero()[0])
         raise InfluenceError(
             f"TRAK: the loss of row {int(numbers[row])} is no function of its margin, which leaves"
-            f" {(rest / slope).sqrt()[row].item():.0%} of its slope",
-            expected=(
-                "a loss of the label's log odds alone, such as a cross entropy, or a loss of an output that"
-                " is one number"
+            f" {(rest / slope).sqrt()[row].item():.0%} of its slope; expected a loss of the label's log"
+            " odds alone, such as a cross entropy, or a loss of an output that is one number",
+            hint=(
+                "label smoothing, probabilities as targets, or a loss that looks at the other classes"
+                " one by one; choose another method, such as influence or ekfac"
             ),
-            cause=(
-                "label smoothing, probabilities as targets, or a loss that looks at the other classes one"
-                " by one"
-            ),
-            next_step="choose another method, such as influence or ekfac",
         )
 
 
@@ -301,6 +295,7 @@ def moments(source: RowSource, processes: Processes) -> dict[Differentiated, tor
     whole = processes.reduce("second moments", lambda: result, add)
     if not int(whole["finite"]):
         raise InfluenceError(
-            "no training example has a finite gradient", next_step="look at the data and the checkpoint"
+            "no training example has a finite gradient",
+            hint="look at the data and the checkpoint",
         )
     return {kind: whole[kind] for kind in kinds}

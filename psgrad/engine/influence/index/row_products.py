@@ -249,9 +249,9 @@ class RowForm:
         shapes = projector.matrices
         if shapes is None:
             raise ConfigError(
-                f"an index with rank: {rank} and projection: {projector.kind}",
-                expected="projection: two-sided or none, which have a matrix for each parameter",
-                next_step="choose one of these, or leave rank out",
+                f"an index with rank: {rank} and projection: {projector.kind}; expected projection:"
+                " two-sided or none, which have a matrix for each parameter",
+                hint="choose one of these, or leave rank out",
             )
         self.matrices = [
             MatrixColumns(columns, height, width, rank if rank * (height + width) < height * width else None)

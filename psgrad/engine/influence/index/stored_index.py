@@ -49,8 +49,8 @@ class IndexSpec:
         for name, kind in (("projection", Kind), ("features", Differentiated), ("dtype", DType)):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(
-                    f"an index with {name}: {getattr(self, name)}",
-                    expected=f"one of {', '.join(get_args(kind))}",
+                    f"an index with {name}: {getattr(self, name)}; expected one of"
+                    f" {', '.join(get_args(kind))}",
                 )
         for name in ("dimension", "rows_per_shard", *(() if self.rank is None else ("rank",))):
             if (
@@ -59,7 +59,7 @@ class IndexSpec:
                 or getattr(self, name) < 1
             ):
                 raise ConfigError(
-                    f"an index with {name}: {getattr(self, name)!r}", expected="a whole number, at least 1"
+                    f"an index with {name}: {getattr(self, name)!r}; expected a whole number, at least 1"
                 )
 
 
@@ -169,9 +169,8 @@ class StoredRows:
         if stored is None:
             raise InfluenceError(
                 f"the index has rows of {self.projector.width:,} columns, and keeps no second moment of so"
-                " many",
-                expected=f"at most {WIDEST:,} columns for trak and projected_influence",
-                next_step=(
+                f" many; expected at most {WIDEST:,} columns for trak and projected_influence",
+                hint=(
                     "build an index with a smaller dimension, or ask this one for gradient_dot or"
                     " gradient_cosine"
                 ),

@@ -24,7 +24,7 @@ from psgrad.engine.influence.method import (
     flat_rows,
     not_finite_gradients,
 )
-from psgrad.errors import InfluenceError
+from psgrad.errors import InfluenceError, one_line
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,14 @@ def _assert_invertible(name: str, added: float, mean: float) -> None:
     if added > 0:
         return
     raise InfluenceError(
-        f"DataInf has no inverse for {name}: its damping and the weight decay are zero",
-        expected="a damping above zero: one example's gradient alone has no inverse",
-        cause=None if mean else "no training example has a gradient in this parameter",
-        next_step=(
-            f"set influence.method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue"
-            if mean
-            else "leave it out of `parameters`"
+        f"DataInf has no inverse for {name}: its damping and the weight decay are zero; expected a damping"
+        " above zero: one example's gradient alone has no inverse",
+        hint=(
+            one_line(
+                None if mean else "no training example has a gradient in this parameter",
+                f"set influence.method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue"
+                if mean
+                else "leave it out of `parameters`",
+            )
         ),
     )

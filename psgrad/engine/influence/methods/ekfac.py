@@ -27,7 +27,7 @@ from psgrad.engine.influence.method import (
     ScoreBlock,
     SelfBlock,
 )
-from psgrad.errors import ConfigError, InfluenceError
+from psgrad.errors import ConfigError, InfluenceError, one_line
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class EKFAC(Method):
     def __post_init__(self) -> None:
         if self.draws < 1:
             raise ConfigError(
-                f"draws is {self.draws}", expected="at least one sampled row for each training example"
+                f"draws is {self.draws}; expected at least one sampled row for each training example"
             )
         if self.exact_blocks < 0:
             raise ConfigError(
-                f"exact_blocks is {self.exact_blocks}",
-                expected="the most numbers of a weight with its bias whose block is exact, or 0 for none",
+                f"exact_blocks is {self.exact_blocks}; expected the most numbers of a weight with its bias"
+                " whose block is exact, or 0 for none",
             )
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
@@ -198,19 +198,18 @@ class KroneckerFactored(Preconditioned):
         precision = torch.finfo(self.training.stream.dtype).eps
         if not smallest > precision * largest:
             mean = self.means[block.label]
-            cause, next_step = (
+            cause, hint = (
                 "no training example has a gradient in this layer",
                 "leave it out of `parameters`",
             )
             if mean:
                 cause = "directions that no training example's gradient has"
-                next_step = f"set influence.method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue"
+                hint = f"set influence.method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue"
             raise InfluenceError(
                 f"the curvature of {block.label} has no inverse: with a damping of"
-                f" {self.damping[block.label]:.3g} its eigenvalues go from {smallest:.3g} to {largest:.3g}",
-                expected=f"all of them above {precision * largest:.3g}",
-                cause=cause,
-                next_step=next_step,
+                f" {self.damping[block.label]:.3g} its eigenvalues go from {smallest:.3g} to"
+                f" {largest:.3g}; expected all of them above {precision * largest:.3g}",
+                hint=one_line(cause, hint),
             )
         return 1 / (values * len(self.training))
 

@@ -112,7 +112,7 @@ class GradientCosines(Fitted):
     def self_influence(self) -> Iterator[SelfBlock]:
         raise InfluenceError(
             "gradient_cosine has no self-influence: the cosine of every gradient with itself is 1",
-            next_step=(
+            hint=(
                 "set influence.self_influence: never, or choose gradient_dot, whose self-influence is the"
                 " squared gradient norm"
             ),
@@ -158,13 +158,13 @@ class TracIn(Method):
     def __post_init__(self) -> None:
         if self.optimizer not in ("sgd", "adam") or (self.batch_size is not None and self.batch_size < 1):
             raise ConfigError(
-                f"tracin: optimizer {self.optimizer!r}, batch_size {self.batch_size}",
-                expected="optimizer: sgd or adam, and a batch_size from 1 on",
+                f"tracin: optimizer {self.optimizer!r}, batch_size {self.batch_size}; expected optimizer:"
+                " sgd or adam, and a batch_size from 1 on",
             )
         if self.batch_size is not None and self.optimizer == "sgd":
             raise ConfigError(
-                "tracin: batch_size is given, and optimizer is sgd, whose steps need no mean of squares",
-                expected="batch_size with optimizer: adam alone",
+                "tracin: batch_size is given, and optimizer is sgd, whose steps need no mean of squares;"
+                " expected batch_size with optimizer: adam alone",
             )
         if self.optimizer == "adam":
             object.__setattr__(self, "unit", self.unit.replace("plain gradient step", "step of Adam"))
@@ -172,10 +172,9 @@ class TracIn(Method):
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         if checkpoint.learning_rate is None:
             raise InfluenceError(
-                f"tracin weighs each checkpoint by its learning rate, and checkpoint {checkpoint.number} has"
-                " none",
-                expected="the optimiser's learning rate when the checkpoint was saved",
-                next_step="name it in influence.checkpoints: [{path: ..., learning_rate: ...}]",
+                f"tracin weighs each checkpoint by its learning rate, and checkpoint {checkpoint.number}"
+                " has none; expected the optimiser's learning rate when the checkpoint was saved",
+                hint="name it in influence.checkpoints: [{path: ..., learning_rate: ...}]",
             )
         if self.optimizer == "adam":
             return AdamProducts.fit(training, checkpoint, self.batch_size)
@@ -201,12 +200,10 @@ class AdamProducts(Preconditioned):
         squares, source = checkpoint.second_moments(), "the optimiser's state beside the checkpoint"
         if squares is None and batch_size is None:
             raise InfluenceError(
-                f"tracin with optimizer: adam needs Adam's mean of squared gradients, and checkpoint"
-                f" {checkpoint.number} has none",
-                expected=(
-                    "an optimizer.pt in its folder, or the .optimizer file of psgrad.RunCheckpoints beside it"
-                ),
-                next_step="set influence.method.batch_size to that of training: they are then estimated",
+                "tracin with optimizer: adam needs Adam's mean of squared gradients, and checkpoint"
+                f" {checkpoint.number} has none; expected an optimizer.pt in its folder, or the .optimizer"
+                " file of psgrad.RunCheckpoints beside it",
+                hint="set influence.method.batch_size to that of training: they are then estimated",
             )
         if squares is None:
             assert batch_size is not None
@@ -214,10 +211,9 @@ class AdamProducts(Preconditioned):
         missing = next((name for name in training.params if name not in squares), None)
         if missing is not None:
             raise InfluenceError(
-                f"the optimiser's state of checkpoint {checkpoint.number} has nothing of {missing}",
-                expected="a state of all parameters that scores are about",
-                cause="a parameter that was not trained",
-                next_step="leave it out of influence.parameters",
+                f"the optimiser's state of checkpoint {checkpoint.number} has nothing of {missing};"
+                " expected a state of all parameters that scores are about",
+                hint="a parameter that was not trained; leave it out of influence.parameters",
             )
         assert checkpoint.learning_rate is not None
         device, rate = training.device, checkpoint.learning_rate

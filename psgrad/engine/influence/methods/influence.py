@@ -128,45 +128,45 @@ class Influence(Method):
             ("preconditioner", self.preconditioner, _PRECONDITIONERS),
         ):
             if value not in allowed:
-                raise ConfigError(f"influence: {name} is {value!r}", expected=f"one of {', '.join(allowed)}")
+                raise ConfigError(f"influence: {name} is {value!r}; expected one of {', '.join(allowed)}")
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
             raise ConfigError(
-                f"influence: weight_decay is {self.weight_decay}", expected="that of training, not negative"
+                f"influence: weight_decay is {self.weight_decay}; expected that of training, not negative"
             )
         if not self.tolerance > 0 or any(
             given is not None and given < 1 for given in (self.rank, self.iterations)
         ):
             raise ConfigError(
-                f"influence: tolerance {self.tolerance}, iterations {self.iterations}, rank {self.rank}",
-                expected="all of them above zero",
+                f"influence: tolerance {self.tolerance}, iterations {self.iterations}, rank {self.rank};"
+                " expected all of them above zero",
             )
         if not 0 <= self.seed < 1 << 63:
-            raise ConfigError(f"influence: seed is {self.seed}", expected="a whole number from 0 to 2^63 - 1")
+            raise ConfigError(f"influence: seed is {self.seed}; expected a whole number from 0 to 2^63 - 1")
         self._damping(convex=False)
         if self.draws < 1:
             raise ConfigError(
-                f"influence: draws is {self.draws}",
-                expected="at least one random row for each training example",
+                f"influence: draws is {self.draws}; expected at least one random row for each training"
+                " example",
             )
         if self.curvature == "sampled" and self.solver not in ("auto", *_OF_FEW_ROWS):
             raise ConfigError(
-                f"influence: the {self.solver} solver has no sampled rows",
-                expected="solver: exact or dual with curvature: sampled",
+                f"influence: the {self.solver} solver has no sampled rows; expected solver: exact or dual"
+                " with curvature: sampled",
             )
         if self.curvature in ("fisher", "sampled"):  # as much too small as the losses are, or random
             object.__setattr__(self, "unit", RELATIVE)
             object.__setattr__(self, "predicts_removal", False)
         if self.curvature == "hessian" and self.solver == "dual":
             raise ConfigError(
-                "influence: the dual solver has no Hessian",
-                expected="curvature: gauss_newton or fisher, which are sums over rows",
-                next_step="set solver: exact or conjugate_gradient, or another curvature",
+                "influence: the dual solver has no Hessian; expected curvature: gauss_newton or fisher,"
+                " which are sums over rows",
+                hint="set solver: exact or conjugate_gradient, or another curvature",
             )
         if self.leverage and self.curvature != "gauss_newton":
             raise ConfigError(
                 "influence: the leverage correction takes an example out of the Gauss-Newton matrix, and"
                 f" curvature is {self.curvature}",
-                next_step="set curvature: gauss_newton, or leverage: false",
+                hint="set curvature: gauss_newton, or leverage: false",
             )
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
@@ -182,9 +182,9 @@ class Influence(Method):
         )
         if self.leverage and output_size(training) > LARGEST_OUTPUT:
             raise InfluenceError(
-                f"the leverage correction takes the output's {output_size(training)} numbers one by one",
-                expected=f"an output of at most {LARGEST_OUTPUT} numbers",
-                next_step="set leverage: false",
+                f"the leverage correction takes the output's {output_size(training)} numbers one by one;"
+                f" expected an output of at most {LARGEST_OUTPUT} numbers",
+                hint="set leverage: false",
             )
         if self.curvature == "sampled" and checkpoint.of == 1:
             checkpoint.say(
@@ -301,10 +301,10 @@ class Influence(Method):
         if work.operations():
             return work.least(correct)
         raise InfluenceError(
-            f"{work.rows:,} sampled rows of {size:,} parameters have no solver here: a square matrix of the"
-            " one or of the other is too large",
-            expected=f"at most {LARGEST:,} of either, and memory for three matrices of that size",
-            next_step="take fewer draws, or influence.method.name: ekfac",
+            f"{work.rows:,} sampled rows of {size:,} parameters have no solver here: a square matrix of"
+            f" the one or of the other is too large; expected at most {LARGEST:,} of either, and memory"
+            " for three matrices of that size",
+            hint="take fewer draws, or influence.method.name: ekfac",
         )
 
     # -- conjugate gradients ---------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class Influence(Method):
                 raise InfluenceError(
                     f"the diagonal of the {TITLES[self.curvature]} can't be computed here: products come from"
                     f" {products.how}",
-                    next_step="set preconditioner: nystroem",
+                    hint="set preconditioner: nystroem",
                 )
             return Diagonal((diagonal + damping).to(rhs))
         return None

@@ -88,8 +88,6 @@ class TRAK(Projected):
         if source.of != "margin":
             raise InfluenceError(
                 "trak needs the gradients of the margin, and the index holds those of the loss",
-                next_step=(
-                    "build the index with features: margin; it answers gradient_dot and the others as well"
-                ),
+                hint="build the index with features: margin; it answers gradient_dot and the others as well",
             )
         return super().fit_rows(source)

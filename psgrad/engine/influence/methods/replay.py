@@ -60,28 +60,27 @@ class Replay(Method):
     def __post_init__(self) -> None:
         if self.subsets < 0 or self.subsets in (1, 2):
             raise ConfigError(
-                f"influence.method.subsets: {self.subsets} subsets have no rank correlation",
-                expected="3 or more, or 0 for no comparison",
+                f"influence.method.subsets: {self.subsets} subsets have no rank correlation; expected 3 or"
+                " more, or 0 for no comparison",
             )
 
         if self.runs < 1:
             raise ConfigError(
-                f"influence.method.runs: {self.runs} runs have no scores",
-                expected="1 for the run itself, or how many runs on random halves are averaged",
+                f"influence.method.runs: {self.runs} runs have no scores; expected 1 for the run itself,"
+                " or how many runs on random halves are averaged",
             )
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         if checkpoint.run is None:
             raise InfluenceError(
-                "replay has no training run to compute again",
-                expected="influence.training: the optimiser, epochs, batches and seed of the run, or a step"
-                " of your own",
+                "replay has no training run to compute again; expected influence.training: the optimiser,"
+                " epochs, batches and seed of the run, or a step of your own",
             )
         if len(training) != len(checkpoint.run.rows):
             raise InfluenceError(
                 f"{len(checkpoint.run.rows) - len(training):,} training examples have a loss or a gradient"
                 " that is not finite at the end of the run, of which they are a part",
-                next_step="leave them out of the data: psgrad analyze names them",
+                hint="leave them out of the data: psgrad analyze names them",
             )
         return FittedReplay(checkpoint.run, self, checkpoint)
 
@@ -103,7 +102,7 @@ class FittedReplay(Fitted):
         if per != "total":
             raise InfluenceError(
                 "replay has no scores of single layers: an example's weight acts on all of them in each step",
-                next_step="set influence.layers: none",
+                hint="set influence.layers: none",
             )
         if self.options.runs > 1:
             scores = self._over_halves(queries)
@@ -161,7 +160,7 @@ class FittedReplay(Fitted):
     def self_influence(self) -> Iterator[SelfBlock]:
         raise InfluenceError(
             "replay has no cheap self-influence: each example would be pulled back through the whole run",
-            next_step="set influence.self_influence: never, or name the examples as influence.queries",
+            hint="set influence.self_influence: never, or name the examples as influence.queries",
         )
 
     def _compare(self, scores: np.ndarray, queries: Examples) -> None:

@@ -62,8 +62,9 @@ class Source(Method):
     def __post_init__(self) -> None:
         if self.draws < 1 or not 0 <= self.momentum < 1 or not 0 <= self.weight_decay < math.inf:
             raise ConfigError(
-                f"source: draws {self.draws}, momentum {self.momentum}, weight_decay {self.weight_decay}",
-                expected="draws from 1 on, a momentum from 0 to below 1, a weight decay that is not negative",
+                f"source: draws {self.draws}, momentum {self.momentum}, weight_decay {self.weight_decay};"
+                " expected draws from 1 on, a momentum from 0 to below 1, a weight decay that is not"
+                " negative",
             )
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
@@ -101,10 +102,9 @@ def times_of(checkpoints: Sequence[Checkpoint]) -> list[float]:
         missing = "learning rate" if checkpoint.learning_rate is None else "step"
         if checkpoint.learning_rate is None or checkpoint.step is None:
             raise InfluenceError(
-                f"source adds up the learning rates of all steps, and checkpoint {checkpoint.number} has no"
-                f" {missing}",
-                expected="a learning rate and a step for each checkpoint of one run",
-                next_step=(
+                f"source adds up the learning rates of all steps, and checkpoint {checkpoint.number} has"
+                f" no {missing}; expected a learning rate and a step for each checkpoint of one run",
+                hint=(
                     "save the run with psgrad.RunCheckpoints(..., steps_per_epoch=...) and its optimizer, or"
                     " name them: influence.checkpoints: [{path: ..., learning_rate: ..., step: ...}]"
                 ),
@@ -115,10 +115,11 @@ def times_of(checkpoints: Sequence[Checkpoint]) -> list[float]:
         if after <= before:
             raise InfluenceError(
                 f"checkpoint {checkpoints[place].number} is of step {after}, and the one before it of step"
-                f" {before}",
-                expected="the checkpoints of one run, in the order of their steps",
-                cause="checkpoints of several runs, which source does not join",
-                next_step="list the checkpoints of one run, in order",
+                f" {before}; expected the checkpoints of one run, in the order of their steps",
+                hint=(
+                    "checkpoints of several runs, which source does not join; list the checkpoints of"
+                    " one run, in order"
+                ),
             )
         ends = rates[max(place - 1, 0)], rates[place]
         found.append((after - before) * sum(ends) / 2)
@@ -189,5 +190,5 @@ class FittedSource(Fitted):
         raise InfluenceError(
             "source has no self-influence: it takes the query's gradient at the last checkpoint and the"
             " training example's at all others",
-            next_step="set influence.self_influence: never, and normalize: none",
+            hint="set influence.self_influence: never, and normalize: none",
         )

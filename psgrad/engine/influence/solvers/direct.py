@@ -16,7 +16,7 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.influence.solvers.spectrum import extremes, random_block
-from psgrad.errors import InfluenceError
+from psgrad.errors import InfluenceError, one_line
 
 # Up to here all eigenvalues are computed, above it the two at the ends.
 _ALL_EIGENVALUES = 400
@@ -60,8 +60,10 @@ class Inverse:
             if not bool(matrix.isfinite().all()):
                 raise InfluenceError(
                     f"the {title} has entries that are not finite",
-                    cause="training examples whose gradients are not finite",
-                    next_step="leave them out, or load a checkpoint of a model that did not diverge",
+                    hint=(
+                        "training examples whose gradients are not finite; leave them out, or load a"
+                        " checkpoint of a model that did not diverge"
+                    ),
                 )
             values = torch.linalg.eigvalsh(matrix)
             raise _no_inverse(title, float(values[0]), float(values[-1]), shift, count, len(matrix))
@@ -131,18 +133,20 @@ def _no_inverse(
     state = "indefinite" if indefinite else "singular"
     return InfluenceError(
         f"the {title} is {state}: its smallest eigenvalue is {smallest / count:.3g} and its largest"
-        f" {largest / count:.3g}, and damping and weight decay add {shift / count:.3g}",
-        expected="a positive definite matrix, whose inverse scores are made with",
-        cause=(
-            "the checkpoint is not at a minimum of the training loss"
-            if indefinite
-            else (
-                "directions in the parameters that no training example's output depends on, and no weight"
-                " decay"
+        f" {largest / count:.3g}, and damping and weight decay add {shift / count:.3g}; expected a"
+        " positive definite matrix, whose inverse scores are made with",
+        hint=(
+            one_line(
+                "the checkpoint is not at a minimum of the training loss"
+                if indefinite
+                else (
+                    "directions in the parameters that no training example's output depends on, and no weight"
+                    " decay"
+                ),
+                f"set influence.method.damping: {enough:.1e}"
+                + (", or curvature: gauss_newton" if indefinite and title == "Hessian" else ""),
             )
         ),
-        next_step=f"set influence.method.damping: {enough:.1e}"
-        + (", or curvature: gauss_newton" if indefinite and title == "Hessian" else ""),
     )
 
 
@@ -183,8 +187,10 @@ class KernelInverse:
         if not trace < float("inf"):
             raise InfluenceError(
                 f"the {title} has rows that are not finite",
-                cause="training examples whose gradients are not finite",
-                next_step="leave them out, or load a checkpoint of a model that did not diverge",
+                hint=(
+                    "training examples whose gradients are not finite; leave them out, or load a"
+                    " checkpoint of a model that did not diverge"
+                ),
             )
         least = len(matrix) * torch.finfo(torch.float64).eps * trace
         if shift > least:
@@ -195,9 +201,9 @@ class KernelInverse:
                 return cls(lower, shift)
         raise InfluenceError(
             f"the {title} is singular: it is made of {len(matrix)} rows, and damping and weight decay add"
-            f" {shift / count:.3g} to eigenvalues that add up to {trace / count:.3g}",
-            expected="a positive damping, as the dual form divides by it",
-            next_step=f"set influence.method.damping: {max(1e-8 * trace, 10 * least) / count:.1e}, or more",
+            f" {shift / count:.3g} to eigenvalues that add up to {trace / count:.3g}; expected a positive"
+            " damping, as the dual form divides by it",
+            hint=f"set influence.method.damping: {max(1e-8 * trace, 10 * least) / count:.1e}, or more",
         )
 
     def apply(self, vectors: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from psgrad.errors import InfluenceError
+from psgrad.errors import InfluenceError, one_line
 
 # The share of the largest eigenvalue below which the lowest one may be rounding.
 ROUNDING = 1e-9
@@ -31,16 +31,17 @@ def assert_finite(rhs: torch.Tensor) -> None:
     if bad:
         raise InfluenceError(
             f"{len(bad)} of {len(rhs)} right-hand sides are not finite, the first of them number {bad[0]}",
-            cause="a query whose loss or gradient is not finite",
-            next_step="leave that query out",
+            hint="a query whose loss or gradient is not finite; leave that query out",
         )
 
 
 def not_finite() -> InfluenceError:
     return InfluenceError(
         "products with the curvature are not finite",
-        cause="a training example whose gradient is not finite, or numbers beyond the type's range",
-        next_step="look for such examples with `psgrad analyze`; engine.dtype: float64",
+        hint=(
+            "a training example whose gradient is not finite, or numbers beyond the type's range; look"
+            " for such examples with `psgrad analyze`; engine.dtype: float64"
+        ),
     )
 
 
@@ -55,13 +56,14 @@ def assert_invertible(smallest: float, largest: float, size: int) -> None:
     )
     raise InfluenceError(
         f"the damped curvature is singular: its smallest eigenvalue is {smallest:.3g} and its largest"
-        f" {largest:.3g}",
-        expected="a positive definite matrix, whose inverse scores are made with",
-        cause=(
-            "directions in the parameters that no training example's output depends on, and hardly any"
-            " damping or weight decay"
+        f" {largest:.3g}; expected a positive definite matrix, whose inverse scores are made with",
+        hint=(
+            one_line(
+                "directions in the parameters that no training example's output depends on, and hardly any"
+                " damping or weight decay",
+                enough,
+            )
         ),
-        next_step=enough,
     )
 
 
@@ -70,14 +72,12 @@ def negative_curvature(ritz: Ritz) -> InfluenceError:
     lowest, bound = float(ritz.values[0]), float(ritz.bounds[0])
     return InfluenceError(
         f"the damped curvature is not positive definite: its lowest eigenvalue is {lowest:.3g}, to within"
-        f" {bound:.1g}",
-        expected=(
-            "eigenvalues above zero: the system has no minimum, and influence no meaning, along directions of"
-            " negative curvature"
-        ),
-        cause="the Hessian of a model that is not at a minimum of its loss, or of a loss that is not convex",
-        next_step=(
-            f"raise the damping by {1.1 * (bound - lowest):.3g} or more, or use curvature: gauss_newton"
+        f" {bound:.1g}; expected eigenvalues above zero: the system has no minimum, and influence no"
+        " meaning, along directions of negative curvature",
+        hint=(
+            "the Hessian of a model that is not at a minimum of its loss, or of a loss that is not"
+            f" convex; raise the damping by {1.1 * (bound - lowest):.3g} or more, or use curvature:"
+            " gauss_newton"
         ),
     )
 

@@ -165,16 +165,13 @@ class Attribution(Measure):
         fixed = sorted(set(range(len(inputs))) - {place.input for place in places})
         if not places:
             raise MeasureError(
-                f"the measure {self.name} found no input of this model to attribute to",
-                expected=(
-                    "an input of floats, or one of ids that an nn.Embedding looks up, all of them and as"
-                    " they are"
+                f"the measure {self.name} found no input of this model to attribute to; expected an input"
+                " of floats, or one of ids that an nn.Embedding looks up, all of them and as they are",
+                hint=(
+                    "the ids are shifted, clipped or cut before they are looked up, or looked up"
+                    f" without an nn.Embedding; take {self.name} out of analyze.measures, or look the"
+                    " ids up by an nn.Embedding"
                 ),
-                cause=(
-                    "the ids are shifted, clipped or cut before they are looked up, or looked up without an"
-                    " nn.Embedding"
-                ),
-                next_step=f"take {self.name} out of analyze.measures, or look the ids up by an nn.Embedding",
             )
         if fixed:
             listed = ", ".join(map(str, fixed))

@@ -15,7 +15,7 @@ from psgrad.engine.execution.row_grams import gram_matrix
 from psgrad.engine.measures.builtin.projected_gradients import chosen_rows, examples_at
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.transforms import vmap
-from psgrad.errors import MeasureError
+from psgrad.errors import MeasureError, one_line
 
 # Rows of the kernel, samples x outputs: its eigenvalues take a minute or so on two cores, and its copies 2
 # GB.
@@ -68,12 +68,11 @@ class NTK(Measure):
         if rows > LARGEST:
             most = LARGEST // self._outputs
             raise MeasureError(
-                f"ntk: {min(self.samples, len(setting)):,} samples of {self._outputs:,} outputs make a kernel"
-                f" of {rows:,} rows",
-                expected=f"at most {LARGEST:,}",
-                cause="an output for every position and word" if setting.kind == "token" else None,
-                next_step=(
-                    f"set samples: {most} or less of ntk" if most else "leave ntk out of analyze.measures"
+                f"ntk: {min(self.samples, len(setting)):,} samples of {self._outputs:,} outputs make a"
+                f" kernel of {rows:,} rows; expected at most {LARGEST:,}",
+                hint=one_line(
+                    "an output for every position and word" if setting.kind == "token" else None,
+                    f"set samples: {most} or less of ntk" if most else "leave ntk out of analyze.measures",
                 ),
             )
 
@@ -144,9 +143,9 @@ def _outputs_of(examples: Examples) -> int:
             else f"a {type(output).__name__}"
         )
         raise MeasureError(
-            f"ntk: the model's output is {what}, and the kernel is made of the output's gradients",
-            expected="a model that returns one tensor of real numbers",
-            next_step=(
+            f"ntk: the model's output is {what}, and the kernel is made of the output's gradients;"
+            " expected a model that returns one tensor of real numbers",
+            hint=(
                 "let the model return the tensor that the loss reads alone; or leave ntk out of"
                 " analyze.measures"
             ),

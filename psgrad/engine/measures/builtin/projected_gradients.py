@@ -76,9 +76,9 @@ class GradientProjection(Measure):
             fitting = int(self._projector.width * _SHARE * free / needed)
             raise MeasureError(
                 f"{self.name}: {len(setting):,} rows of {self._projector.width:,} numbers take"
-                f" {needed / 2**30:.3g} GiB, and {free / 2**30:.3g} GiB of memory are free",
-                expected=f"at most half of the free memory: up to {fitting:,} columns",
-                next_step=(
+                f" {needed / 2**30:.3g} GiB, and {free / 2**30:.3g} GiB of memory are free; expected at"
+                f" most half of the free memory: up to {fitting:,} columns",
+                hint=(
                     f"set dimension: {max(1, fitting)} or less of {self.name}"
                     if fitting
                     else "look at fewer samples (--limit), or use a machine with more memory"
@@ -172,7 +172,7 @@ class NeighbourDistance(Measure):
         except ImportError as error:
             raise MeasureError(
                 f"{self.name} needs scikit-learn, which is not installed",
-                next_step="pip install scikit-learn, or leave the measure out",
+                hint="pip install scikit-learn, or leave the measure out",
             ) from error
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:

@@ -51,9 +51,9 @@ class _TokenMeasure(Measure):
         self._tokens = self._tokens if names else self._tokens[:1]
         if not self._tokens:
             raise MeasureError(
-                f"the measure {self.name} found no tokens among the inputs of this model",
-                expected="an input of ids that an nn.Embedding looks up",
-                next_step=f"take {self.name} out of analyze.measures",
+                f"the measure {self.name} found no tokens among the inputs of this model; expected an"
+                " input of ids that an nn.Embedding looks up",
+                hint=f"take {self.name} out of analyze.measures",
             )
 
     def passes(self) -> Sequence[OwnPass]:
@@ -130,9 +130,9 @@ class TokenLoss(_TokenMeasure):
     def prepare(self, setting: Setting) -> None:
         if setting.kind != "token":
             raise MeasureError(
-                "the measure token_loss needs a loss of positions, and this loss has one value a sample",
-                expected="the loss token_cross_entropy, with a target for each position",
-                next_step="take token_loss out of analyze.measures",
+                "the measure token_loss needs a loss of positions, and this loss has one value a sample;"
+                " expected the loss token_cross_entropy, with a target for each position",
+                hint="take token_loss out of analyze.measures",
             )
         super().prepare(setting)
 

@@ -70,12 +70,10 @@ class VoG(Measure):
             return
         if not self._places:
             raise MeasureError(
-                f"the measure {self.name} found no input of this model to differentiate in",
-                expected=(
-                    "an input of floats, or one of ids that an nn.Embedding looks up, all of them and as"
-                    " they are"
-                ),
-                next_step=f"take {self.name} out of analyze.measures",
+                f"the measure {self.name} found no input of this model to differentiate in; expected an"
+                " input of floats, or one of ids that an nn.Embedding looks up, all of them and as they"
+                " are",
+                hint=f"take {self.name} out of analyze.measures",
             )
 
     def passes(self) -> Sequence[OwnPass]:

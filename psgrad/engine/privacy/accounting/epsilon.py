@@ -45,10 +45,8 @@ def assert_delta(delta: float) -> None:
     """Raises ConfigError for a delta that is not between 0 and 1."""
     if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 < delta < 1:
         raise ConfigError(
-            f"delta is {delta!r}",
-            expected=(
-                "a number above 0 and below 1; below one over the number of records, to promise anything"
-            ),
+            f"delta is {delta!r}; expected a number above 0 and below 1; below one over the number of"
+            " records, to promise anything",
         )
 
 
@@ -58,10 +56,9 @@ def dp_accounting() -> Any:
         import dp_accounting
     except ImportError as error:
         raise ConfigError(
-            f"epsilon was asked for, and dp-accounting can't be imported: {error}",
-            expected="the package dp-accounting, 0.6 or later, which psgrad depends on",
-            cause="an installation without dependencies",
-            next_step="pip install 'dp-accounting>=0.6'",
+            f"epsilon was asked for, and dp-accounting can't be imported: {error}; expected the package"
+            " dp-accounting, 0.6 or later, which psgrad depends on",
+            hint="an installation without dependencies; pip install 'dp-accounting>=0.6'",
         ) from error
     return dp_accounting
 
@@ -98,7 +95,7 @@ def pld_epsilon(counts: Mapping[StepEvent, int], delta: float, interval: float) 
     if math.isnan(epsilon):
         raise ConfigError(
             f"dp-accounting finds no epsilon for {sum(counts.values())} steps at delta {delta:g}",
-            cause="noise multipliers or sampling rates beyond what floating point can tell apart",
+            hint="noise multipliers or sampling rates beyond what floating point can tell apart",
         )
     return max(0.0, epsilon)
 

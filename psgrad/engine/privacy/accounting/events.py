@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import FIELDS, Sampling, Scheme
-from psgrad.errors import ConfigError
+from psgrad.errors import ConfigError, one_line
 
 MECHANISM = "gaussian"
 """The noise of every step, as ledgers and statements name it."""
@@ -73,26 +73,27 @@ class StepEvent:
         )
         if not number or not 0 <= self.noise_multiplier < math.inf:
             raise ConfigError(
-                f"the noise multiplier is {self.noise_multiplier!r}",
-                expected="a finite number, at least 0 (no noise)",
+                f"the noise multiplier is {self.noise_multiplier!r}; expected a finite number, at least 0"
+                " (no noise)",
             )
         if self.noise_multiplier and not _LEAST <= self.noise_multiplier <= _MOST:
             raise ConfigError(
-                f"the noise multiplier is {self.noise_multiplier!r}",
-                expected=(
-                    f"0 for no noise, or a number from {_LEAST:g} to {_MOST:g}, whose square an accountant"
-                    " can hold"
+                f"the noise multiplier is {self.noise_multiplier!r}; expected 0 for no noise, or a number"
+                f" from {_LEAST:g} to {_MOST:g}, whose square an accountant can hold",
+                hint=(
+                    "a mistyped exponent, or a schedule whose factor is far from 1; choose a multiplier"
+                    " near 1; a target_epsilon computes it"
                 ),
-                cause="a mistyped exponent, or a schedule whose factor is far from 1",
-                next_step="choose a multiplier near 1; a target_epsilon computes it",
             )
         scheme = self.sampling.scheme
         if self.relation not in PLD_RELATIONS[scheme]:
             raise ConfigError(
-                f"no accountant covers {scheme} sampling under {self.relation}",
-                expected=f"one of {', '.join(PLD_RELATIONS[scheme])} with {scheme} sampling",
-                cause=_WHY_NONE[scheme, self.relation],
-                next_step="choose another relation, or `scheme: poisson`, which is covered under all of them",
+                f"no accountant covers {scheme} sampling under {self.relation}; expected one of"
+                f" {', '.join(PLD_RELATIONS[scheme])} with {scheme} sampling",
+                hint=one_line(
+                    _WHY_NONE[scheme, self.relation],
+                    "choose another relation, or `scheme: poisson`, which is covered under all of them",
+                ),
             )
 
     @property
@@ -139,17 +140,16 @@ def event_of(line: Mapping[str, Any]) -> StepEvent:
     def field(name: str) -> Any:
         if name not in line:
             raise ConfigError(
-                f"a ledger line has no field {name!r}: {dict(line)}",
-                expected="noise_multiplier, scheme and its numbers, relation, mechanism",
-                cause="a line that is no step's, or a ledger of another program",
+                f"a ledger line has no field {name!r}: {dict(line)}; expected noise_multiplier, scheme and"
+                " its numbers, relation, mechanism",
+                hint="a line that is no step's, or a ledger of another program",
             )
         return line[name]
 
     if field("mechanism") != MECHANISM:
         raise ConfigError(
-            f"the noise of a ledger line is {line['mechanism']!r}",
-            expected=f"{MECHANISM}, the only mechanism",
-            next_step="begin a new run",
+            f"the noise of a ledger line is {line['mechanism']!r}; expected {MECHANISM}, the only mechanism",
+            hint="begin a new run",
         )
     scheme = field("scheme")
     _assert_one_of("sampling scheme", scheme, get_args(Scheme))
@@ -177,9 +177,8 @@ def merged(events: Iterable[tuple[StepEvent, int]]) -> dict[StepEvent, int]:
             number = -1
         if number < 0 or isinstance(steps, bool):
             raise ConfigError(
-                f"the number of steps is {steps!r}",
-                expected="a whole number, at least 0",
-                cause=(
+                f"the number of steps is {steps!r}; expected a whole number, at least 0",
+                hint=(
                     "epochs divided by the sampling rate, which is rarely whole"
                     if isinstance(steps, float)
                     else None
@@ -190,9 +189,9 @@ def merged(events: Iterable[tuple[StepEvent, int]]) -> dict[StepEvent, int]:
     relations = list(dict.fromkeys(event.relation for event in counts))
     if len(relations) > 1:
         raise ConfigError(
-            f"the steps were taken under several relations: {', '.join(relations)}",
-            expected="one relation for all steps of a run",
-            cause="lines of several runs",
+            f"the steps were taken under several relations: {', '.join(relations)}; expected one relation"
+            " for all steps of a run",
+            hint="lines of several runs",
         )
     return counts
 
@@ -223,4 +222,4 @@ def rounded_down(counts: Mapping[StepEvent, int]) -> tuple[dict[StepEvent, int],
 
 def _assert_one_of(what: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ConfigError(f"the {what} is {value!r}", expected=f"one of {', '.join(choices)}")
+        raise ConfigError(f"the {what} is {value!r}; expected one of {', '.join(choices)}")

@@ -37,13 +37,12 @@ def noise_multiplier_for(target_epsilon: float, delta: float, events_for: Callab
     """
     assert_delta(delta)
     if not 0 < target_epsilon < math.inf:
-        raise ConfigError(f"the target epsilon is {target_epsilon!r}", expected="a positive number")
+        raise ConfigError(f"the target epsilon is {target_epsilon!r}; expected a positive number")
     kinds = list(merged(events_for(1.0)))
     if not kinds:
         raise ConfigError(
-            "a target epsilon was given for no steps at all",
-            expected="at least one step",
-            cause="privacy.steps is 0",
+            "a target epsilon was given for no steps at all; expected at least one step",
+            hint="privacy.steps is 0",
         )
     start = _start(target_epsilon, delta, events_for)
     losses = epsilon_pld(events_for(start[0]), delta)
@@ -102,19 +101,21 @@ def _solved(
                 raise ConfigError(
                     f"an epsilon of {target:g} at delta {delta:g} is met without noise to speak of (a noise"
                     f" multiplier of {_LEAST:g})",
-                    cause=(
-                        "delta is above the probability that a record is drawn at all, or the target promises"
-                        " nothing"
+                    hint=(
+                        "delta is above the probability that a record is drawn at all, or the target"
+                        " promises nothing; choose a delta below one over the number of records, and a"
+                        " smaller target"
                     ),
-                    next_step="choose a delta below one over the number of records, and a smaller target",
                 )
         elif high is None:
             multiplier *= min((epsilon / aim) ** slope, 4.0)
             if multiplier > _MOST:
                 raise ConfigError(
                     f"an epsilon of {target:g} at delta {delta:g} needs a noise multiplier above {_MOST:g}",
-                    cause="too many steps, a sampling rate too large, or a target next to 0",
-                    next_step="take fewer steps, draw fewer records a step, or allow a larger epsilon",
+                    hint=(
+                        "too many steps, a sampling rate too large, or a target next to 0; take fewer"
+                        " steps, draw fewer records a step, or allow a larger epsilon"
+                    ),
                 )
         elif high[0] <= low[0] * (1 + 10.0 ** (2 - _DIGITS)):
             return high[0], slope
@@ -162,12 +163,12 @@ def adaptive_multiplier(multiplier: float, count_multiplier: float) -> float:
         return 0.0
     if not 0 < multiplier < 2 * count_multiplier:
         raise ConfigError(
-            f"the noise multiplier is {multiplier!r}, and the count's is {count_multiplier!r}",
-            expected="a count_noise_multiplier above half of the noise multiplier",
-            cause=(
+            f"the noise multiplier is {multiplier!r}, and the count's is {count_multiplier!r}; expected a"
+            " count_noise_multiplier above half of the noise multiplier",
+            hint=(
                 "the count's noise is part of what the noise multiplier pays for, and leaves nothing to"
-                " the sum"
+                " the sum; raise count_noise_multiplier, for example to"
+                f" {max(10.0, 5 * abs(multiplier)):g}"
             ),
-            next_step=f"raise count_noise_multiplier, for example to {max(10.0, 5 * abs(multiplier)):g}",
         )
     return (multiplier**-2 - (2 * count_multiplier) ** -2) ** -0.5

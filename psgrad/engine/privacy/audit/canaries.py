@@ -64,16 +64,16 @@ class Canaries:
         """
         if count < 1:
             raise ConfigError(
-                f"an audit with {count} canaries",
-                expected="one or more; bounds mean something from some hundreds on",
+                f"an audit with {count} canaries; expected one or more; bounds mean something from some"
+                " hundreds on",
             )
         totals = [sum(params[name].numel() for name in group.parameters) for group in clipping.groups]
         groups = tuple(place for place, total in enumerate(totals) if total >= count)
         if not groups:
             raise ConfigError(
-                f"an audit with {count} canaries, and no clipping group with as many coordinates",
-                expected=f"at most {max(totals)} canaries, each with a coordinate of its own",
-                next_step=f"--canaries {max(totals)}",
+                f"an audit with {count} canaries, and no clipping group with as many coordinates; expected"
+                f" at most {max(totals)} canaries, each with a coordinate of its own",
+                hint=f"--canaries {max(totals)}",
             )
         spikes: dict[str, Spikes] = {}
         sizes: dict[str, float] = {}

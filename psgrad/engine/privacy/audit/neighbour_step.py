@@ -68,9 +68,9 @@ class LoggedGenerator(Generator):
         if logged[0] != request:
             raise DrawsDiffer(
                 f"draw {self._next + 1} of the step on the neighbour is {request}, and was"
-                f" {logged[0] or 'none'} on the dataset",
-                expected="the same random numbers, whatever the data are",
-                cause="noise that is skipped, or drawn again, depending on records",
+                f" {logged[0] or 'none'} on the dataset; expected the same random numbers, whatever the"
+                " data are",
+                hint="noise that is skipped, or drawn again, depending on records",
             )
         self._next += 1
         numbers: np.ndarray[Any, Any] = logged[1]

@@ -209,11 +209,8 @@ def _short_time_transform(
         given = None if window is None else tuple(window.shape)
         raise TransformError(
             f"stft with n_fft={n_fft}, win_length={win_length}, a window of shape {given},"
-            f" return_complex={return_complex}{diagnostics.where()}",
-            expected=(
-                "0 < win_length <= n_fft, a window of shape (win_length,), and return_complex for a real"
-                " signal"
-            ),
+            f" return_complex={return_complex}{diagnostics.where()}; expected 0 < win_length <= n_fft, a"
+            " window of shape (win_length,), and return_complex for a real signal",
         )
     before = (n_fft - length) // 2
     signal = x if x.dim() == 2 else x.unsqueeze(0)

@@ -37,11 +37,10 @@ def _embedding_back(
 def _refuse_scale(layer: str = "embedding") -> NoReturn:
     raise TransformError(
         f"an {layer} with scale_grad_by_freq=True{diagnostics.where()}",
-        cause=(
-            "its gradient is divided by how often a token occurs in the batch, so it is not the gradient of a"
-            " function"
+        hint=(
+            "its gradient is divided by how often a token occurs in the batch, so it is not the"
+            f" gradient of a function; build the {layer} with scale_grad_by_freq=False"
         ),
-        next_step=f"build the {layer} with scale_grad_by_freq=False",
     )
 
 
@@ -177,15 +176,12 @@ def _embedding_renorm(
     weight: torch.Tensor, index: torch.Tensor, max_norm: float, norm_type: float
 ) -> torch.Tensor:
     raise TransformError(
-        f"an embedding with max_norm={max_norm:g}{diagnostics.where()}",
-        expected="a forward that leaves the parameters as they are",
-        cause=(
-            "it rescales the rows that a batch looks up, in the table itself, so that the loss of a sample"
-            " depends on those before it"
-        ),
-        next_step=(
-            "build the embedding with max_norm=None, and keep the norms small elsewhere, for instance after"
-            " each step"
+        f"an embedding with max_norm={max_norm:g}{diagnostics.where()}; expected a forward that leaves the"
+        " parameters as they are",
+        hint=(
+            "it rescales the rows that a batch looks up, in the table itself, so that the loss of a"
+            " sample depends on those before it; build the embedding with max_norm=None, and keep the"
+            " norms small elsewhere, for instance after each step"
         ),
     )
 

@@ -82,10 +82,11 @@ def _qr_back(out: Any, a: torch.Tensor, mode: str = "reduced") -> Callable[[list
         gq, gr = gs
         if spare and gq is not None:
             raise TransformError(
-                "the derivative of linalg.qr with mode='complete' of a matrix with more rows than columns",
-                expected="mode='reduced', or a function of R alone",
-                cause="the columns of Q beyond those of the matrix are an arbitrary basis",
-                next_step="use mode='reduced'",
+                "the derivative of linalg.qr with mode='complete' of a matrix with more rows than"
+                " columns; expected mode='reduced', or a function of R alone",
+                hint=(
+                    "the columns of Q beyond those of the matrix are an arbitrary basis; use mode='reduced'"
+                ),
             )
         inner = torch.zeros_like(r) if gr is None else gr[..., :columns, :] @ h(r)
         if gq is not None:

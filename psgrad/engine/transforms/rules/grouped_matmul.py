@@ -101,9 +101,9 @@ def _by_dimensions(
     _check(a, b, ends)
     if bias is not None or out_dtype not in (None, a.dtype):
         raise TransformError(
-            f"a grouped matrix product with bias or out_dtype{diagnostics.where()}",
-            expected="operands and result of one dtype, without bias, as PyTorch's kernel has it",
-            next_step="add the bias behind the product",
+            f"a grouped matrix product with bias or out_dtype{diagnostics.where()}; expected operands and"
+            " result of one dtype, without bias, as PyTorch's kernel has it",
+            hint="add the bias behind the product",
         )
     if a.dim() == b.dim() == 3:
         return aten.bmm.default(a, b)  # type: ignore[no-any-return]
@@ -129,11 +129,9 @@ def _check(a: Tensor, b: Tensor, ends: Tensor | None) -> None:
         last = "no ends" if ends is None else f"ends {tuple(ends.shape)} {ends.dtype}"
         raise TransformError(
             f"a grouped matrix product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype} with"
-            f" {last}{diagnostics.where()}",
-            expected=(
-                "operands of 2 or 3 axes and one dtype, with equal sizes of the axis that is summed, and the"
-                " int32 ends of the groups where an operand has 2 axes"
-            ),
+            f" {last}{diagnostics.where()}; expected operands of 2 or 3 axes and one dtype, with equal"
+            " sizes of the axis that is summed, and the int32 ends of the groups where an operand has 2"
+            " axes",
         )
 
 

@@ -313,8 +313,8 @@ def _rows(batch: Any, op: Op, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """The rows of all samples as one product. A packed weight is the same for all."""
     if any(batch.is_mapped(y) for y in (weight, *rest)):
         raise TransformError(
-            f"{op.name()} with a quantised weight of each sample's own{diagnostics.where()}",
-            expected="one quantised weight for all samples",
+            f"{op.name()} with a quantised weight of each sample's own{diagnostics.where()}; expected one"
+            " quantised weight for all samples",
         )
     if not batch.is_mapped(x):
         return batch.physical(op(x, weight, *rest))
@@ -379,9 +379,9 @@ for _name in (
 def _scaled_mm(*args: Any, **kwargs: Any) -> Tensor:
     raise TransformError(
         f"a product of float8 matrices (_scaled_mm){diagnostics.where()}",
-        cause=("the layer rounds its inputs to float8; PyTorch has no derivative of this product either"),
-        next_step=(
-            "keep the weights in float8 and cast them up in the forward (weight.to(x.dtype) * scale), or use"
-            " weight-only quantisation"
+        hint=(
+            "the layer rounds its inputs to float8; PyTorch has no derivative of this product either;"
+            " keep the weights in float8 and cast them up in the forward (weight.to(x.dtype) * scale),"
+            " or use weight-only quantisation"
         ),
     )

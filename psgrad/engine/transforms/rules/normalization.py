@@ -293,8 +293,8 @@ def _batch_norm(
     """
     if x.dim() < 2:
         raise TransformError(
-            f"batch norm of a tensor of shape {tuple(x.shape)}{diagnostics.where()}",
-            expected="a batch axis and a channel axis",
+            f"batch norm of a tensor of shape {tuple(x.shape)}{diagnostics.where()}; expected a batch axis"
+            " and a channel axis",
         )
     x = _as_kernels_lay_out(x)
     if training:

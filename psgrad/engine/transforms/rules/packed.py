@@ -246,8 +246,8 @@ def _refuse_lengths(lengths: Iterable[int], times: int) -> None:
     for length in lengths:
         if not 0 < length <= times:
             raise TransformError(
-                f"a packed sequence with a length of {length} for {times} times{diagnostics.where()}",
-                expected="lengths from 1 to the number of times",
+                f"a packed sequence with a length of {length} for {times} times{diagnostics.where()};"
+                " expected lengths from 1 to the number of times",
             )
 
 

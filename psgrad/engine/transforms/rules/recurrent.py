@@ -173,7 +173,7 @@ def _declare(name: str, cell: str) -> None:
         times, b = x.shape[:2]
         if not times:
             raise TransformError(
-                f"{name} on sequences of length 0{diagnostics.where()}", expected="at least one time"
+                f"{name} on sequences of length 0{diagnostics.where()}; expected at least one time"
             )
         out, *ends = of_sizes(x.flatten(0, 1), [b] * times, start, weights, *options)
         out = out.unflatten(0, (times, b))

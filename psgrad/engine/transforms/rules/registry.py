@@ -29,7 +29,7 @@ from psgrad.engine.transforms.private_torch import decomposition_table, operator
 from psgrad.engine.transforms.refused_writes import memory_of
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import map_tracers, tensors_in
-from psgrad.errors import UnsupportedOperatorError
+from psgrad.errors import UnsupportedOperatorError, one_line
 
 Maker = Callable[..., Callable[..., Any]]
 Push = Callable[..., Callable[..., Any] | None]  # None: for these arguments the VJP is transposed
@@ -266,7 +266,7 @@ def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except UnsupportedOperatorError as error:
         if function is not decomposition_table.get(op):
             raise
-        raise _without_rule(op, f"PyTorch defines it by other operators, and {error.arrived}") from error
+        raise _without_rule(op, f"PyTorch defines it by other operators, and {error.message}") from error
     if result is NotImplemented:
         raise _without_rule(op, "PyTorch defines it by other operators, but not for these arguments")
     if (
@@ -292,12 +292,14 @@ def _in_new_memory(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _without_rule(op: Op, cause: str) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(
-        f"operator {op.name()} has no rule{diagnostics.where()}",
-        expected="an operator with a rule, or one that PyTorch defines by operators with rules",
-        cause=cause,
-        next_step=(
-            "write the computation with other operators, or add a rule: docs/guides/adding-an-operator.md"
-            " shows how"
+        f"operator {op.name()} has no rule{diagnostics.where()}; expected an operator with a rule, or one"
+        " that PyTorch defines by operators with rules",
+        hint=(
+            one_line(
+                cause,
+                "write the computation with other operators, or add a rule: docs/guides/adding-an-operator.md"
+                " shows how",
+            )
         ),
     )
 

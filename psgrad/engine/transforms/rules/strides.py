@@ -18,7 +18,7 @@ from psgrad.engine.transforms.rules.families import aten, cast
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.rules.views import inverse_permutation
 from psgrad.engine.transforms.tracer import Tracer, refuse_new_data
-from psgrad.errors import TransformError
+from psgrad.errors import TransformError, one_line
 
 
 def _positions(size: Sequence[int], stride: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -67,10 +67,8 @@ def _begins_its_memory(x: torch.Tensor) -> bool:
 
 def _refuse(what: str, cause: str) -> None:
     raise TransformError(
-        f"as_strided with {what}{diagnostics.where()}",
-        expected="a lookup of the traced tensor's own elements",
-        cause=cause,
-        next_step="use unfold, index or slices, or apply .contiguous() first",
+        f"as_strided with {what}{diagnostics.where()}; expected a lookup of the traced tensor's own elements",
+        hint=one_line(cause, "use unfold, index or slices, or apply .contiguous() first"),
     )
 
 

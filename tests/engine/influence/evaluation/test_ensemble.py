@@ -303,4 +303,4 @@ def test_trainer_newton_refused(model: Any, recipe: Recipe, words: str) -> None:
     rows = LoadedRows((INPUTS.to(next(model(0).parameters()).dtype),), LABELS)
     with pytest.raises(InfluenceError, match=words) as caught:
         EnsembleTrainer(model, rows, cross_entropy, recipe)(jobs(1))
-    assert "next step: set" in str(caught.value)
+    assert "hint: set" in str(caught.value)
