@@ -35,8 +35,8 @@ def test_refusal_delta_above_one_over_records() -> None:
     assert caught.value.exit_code == EXIT_USAGE
     assert str(caught.value).splitlines() == [
         "privacy.delta is 0.001, and the dataset has 1000 records; expected less than 1 / 1000 = 0.001",
-        "  hint: with such a delta it would be within the guarantee to publish one record, picked at random, as"
-        " it is; set privacy.delta well below that, such as 1e-4",
+        "  hint: with such a delta it would be within the guarantee to publish one record, picked at random,"
+        " as it is; set privacy.delta well below that, such as 1e-4",
     ]
 
 
