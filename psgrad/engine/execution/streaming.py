@@ -34,7 +34,6 @@ from psgrad.engine.gradients.per_sample import (
     per_sample_square_norms,
 )
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.transforms.program import Compiler
 from psgrad.errors import MeasureError, PsgradError
 from psgrad.ragged import Block
 
@@ -67,7 +66,6 @@ class Stream(RowComputation):
         randomness: as for vmap.
         capture: whether chunks of one size may be replayed by a program of the first ones, where there are
             many to come; 'off' runs each by itself.
-        compile: 'inductor' has the program compiled.
         supply: brings offloaded parameters to the device; what it keeps there is given back at need.
         recompute: switched on when memory runs out over a single row.
         scales_losses: whether cotangents are float16, which needs another scale for some samples (see
@@ -92,7 +90,6 @@ class Stream(RowComputation):
         model_size: ModelSize | None = None,
         randomness: str = "error",
         capture: Literal["auto", "off"] = "auto",
-        compile: Compiler = "none",
         supply: Supply | None = None,
         recompute: Recompute | None = None,
         scales_losses: bool = False,
@@ -124,7 +121,6 @@ class Stream(RowComputation):
         # same to the last bit.
         self._in_run = 0
         self._nothing_is_read = threading.Lock()
-        self._compile = compile
         self.replays: dict[Callable[..., Any], ChunkReplay] = {}
         if scales_losses:
             self.counts.add_reason("samples in float16 are scaled by their own powers of two")
@@ -353,9 +349,7 @@ class Stream(RowComputation):
                 how = partial(function, *args, **keywords) if args or keywords else function
                 return self.pass_of(how)(params, inputs, target)
 
-            self.replays[function] = ChunkReplay(
-                run, self.params, self._compile, self.counts, self._nothing_is_read
-            )
+            self.replays[function] = ChunkReplay(run, self.params, self.counts, self._nothing_is_read)
         return self.replays[function]
 
     def _drop_programs(self) -> None:
