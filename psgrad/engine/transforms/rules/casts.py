@@ -137,18 +137,6 @@ for _name in ("add", "sub", "mul", "div"):
     _packet = getattr(aten, f"{_name}_")
     define(_packet.Tensor, _packet.Scalar, batch=_in_place_batch)
 for _name in (
-    "relu",
-    "sigmoid",
-    "tanh",
-    "exp",
-    "neg",
-    "hardtanh",
-    "leaky_relu",
-    "elu",
-    "silu",
-    "mish",
-    "gelu",
-    "clamp",
     "zero",
     "copy",
 ):
