@@ -1,4 +1,4 @@
-"""Random projections of per-sample gradients: sparse, and two-sided. None of them materialises a gradient or a
+"""Random projections of per-sample gradients: sparse, and two-sided. Neither materialises a gradient or a
 matrix.
 """
 

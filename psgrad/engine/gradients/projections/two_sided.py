@@ -34,8 +34,8 @@ _WIDEST = 16384
 
 @dataclass(frozen=True)
 class TwoSided(Projection):
-    """The Kronecker product of two matrices of random signs for each weight: A [left, rows] for its first axis, B
-    [right, columns] for all others.
+    """The Kronecker product of two matrices of random signs for each weight: A [left, rows] for its first
+    axis, B [right, columns] for all others.
 
     A weight's gradient sum_t l_t r_t^T becomes vec(sum_t (A l_t) (B r_t)^T), left * right numbers, at the
     cost of two small products. For a convolution, A is applied to the channels of the cotangents, and B is a

@@ -174,33 +174,6 @@ def times_shared(factor: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     return torch.bmm(rows, shared).reshape(groups, n, positions, shared.shape[2]).transpose(0, 1)
 
 
-# The exponent of zero: less than any other, and than any two of them.
-OF_ZERO = -10_000
-# Powers of two that bring a factor to one must be numbers of float32 themselves; what is smaller stays a
-# little smaller than one.
-_SMALLEST_EXPONENT = -120
-
-
-def exponent(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., a] -> [...]: the power of two just above the largest number, zero if it is not finite; and
-    whether it is.
-    """
-    if not factor.numel():
-        shape = factor.shape[:-1]
-        return torch.full(shape, OF_ZERO, device=factor.device), torch.ones(
-            shape, dtype=torch.bool, device=factor.device
-        )
-    largest = torch.maximum(factor.amax(-1), -factor.amin(-1)).double()
-    finite = torch.isfinite(largest)
-    exponents = torch.frexp(largest.where(finite, 1.0)).exponent.long().clamp_(min=_SMALLEST_EXPONENT)
-    return exponents.masked_fill_(largest == 0, OF_ZERO), finite
-
-
-def power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """2^exponent in a type."""
-    return torch.exp2(exponent.double()).to(dtype)
-
-
 # The smallest squared norm that is safe in float32: squares leave its range long before gradients do.
 TINY_SQUARE = 1e-30
 
