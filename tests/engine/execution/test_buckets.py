@@ -279,7 +279,7 @@ def test_tokens_bound_what_is_computed_together(monkeypatch: pytest.MonkeyPatch)
         stream = ragged.stream(rows, chunk_size="auto", tokens=32)
         seen = shapes_computed(stream, monkeypatch)
         list(stream.run(len(rows), [Watched(factors)]))
-        assert all(n * t <= 32 or n == 1 for n, t in seen)
+        assert all(n * (t - 1) <= 32 or n == 1 for n, t in seen)  # one position is spare
         assert (1, 40) in seen
         assert max(n for n, _ in seen) > 3
         assert stream.ragged.tokens == 32

@@ -7,9 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,16 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from psgrad.engine.execution.chunk_plan import plan_chunk
-from psgrad.engine.execution.objective import Objective
-from psgrad.engine.execution.pass_costs import NotCapturable
 from psgrad.engine.gradients import (
     PerSampleGradients,
     Projection,
     Sparse,
     TwoSided,
-    per_sample_gradients,
-    per_sample_projections,
     projection_from,
 )
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
@@ -536,28 +529,3 @@ def test_projection_oracle_matrices() -> None:
         torch.testing.assert_close(written.norm(dim=0), torch.ones(20, dtype=torch.float64))
         if isinstance(projection, Sparse):
             assert ((written != 0).sum(0) == 1).all()
-
-
-@pytest.mark.parametrize(
-    "projection",
-    [TwoSided(3, 3, seed=5), Sparse(7, seed=5)],
-    ids=lambda projection: type(projection).__name__,
-)
-def test_plan_of_a_projection_leaves_no_tensor_without_values(projection: Projection) -> None:
-    """The tables that projections share are remembered; of a plan's tensors nothing must be."""
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    objective, x = Objective(model, F.cross_entropy), torch.randn(3, 4)
-    target = torch.randint(3, (3,))
-
-    def rows(params: Any, inputs: Any, target: Any) -> Any:
-        return per_sample_projections(
-            objective.loss, params, inputs, target, projection=projection, in_dims=(0, 0), has_aux=True
-        )
-
-    with suppress(NotCapturable):  # whether a term is rows times columns depends on data
-        plan_chunk(rows, objective.params, (x,), target)
-    found = rows(objective.params, (x,), target).rows
-    expected = per_sample_gradients(
-        objective.loss, objective.params, (x,), target, in_dims=(0, 0), has_aux=True
-    ).project(projection)
-    assert torch.equal(found, expected)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from psgrad.engine.execution.chunk_memory import peak_bytes
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.execution.pass_costs import observe_pass
 from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.gradients import (
     Projection,
@@ -80,7 +80,7 @@ def test_memory_of_one_pass_is_that_of_one_parameter(projection: Projection) -> 
         objective = Objective(model, lambda output, target: (output - target).square().sum())
         x = torch.randn(16, 32, 64)
         follow = partial(how, objective.loss, in_dims=(0, 0), has_aux=True)
-        return observe_pass(follow, objective.params, (x,), x).peak_bytes
+        return peak_bytes(follow, objective.params, (x,), x)
 
     one_pass = partial(per_sample_projections, projection=projection)
     few, many = (peak(layers, one_pass) for layers in (4, 16))

@@ -92,7 +92,7 @@ def sign_at(some: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
 
 def cached(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator: the last results, up to `count`, are not computed again. They are computed outside of
-    modes: a plan follows a pass by tensors without values, which must not be kept.
+    modes: a recorder would take their tensors for those of one program.
     """
 
     def decorator(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,6 @@ samples' norms may be wrong by rounding, so that they are computed again in a sa
 
 That choice depends on the data, and a captured program can't depend on data. So while a program is captured
 or replayed, a flag is one more result. If it is true, the whole chunk is computed again without the program.
-If a pass only runs on tensors without values, for a plan, nothing is checked.
 
 Axes: sample n, position t, row a, column b, group g.
 """
@@ -216,7 +215,6 @@ class Flags:
 
 
 _flags: ContextVar[Flags | None] = ContextVar("flags", default=None)
-_unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
 
 
 def current_flags() -> Flags | None:
@@ -224,20 +222,12 @@ def current_flags() -> Flags | None:
     return _flags.get()
 
 
-def is_unchecked() -> bool:
-    """Whether nothing is checked."""
-    return _unchecked.get()
-
-
 def samples_to_recompute(inaccurate: torch.Tensor) -> torch.Tensor:
-    """The indices [k] of the samples in a mask [n]. None inside `unchecked`; inside `flagging` a flag is
-    added instead.
-    """
+    """The indices [k] of the samples in a mask [n]. None inside `flagging`, where a flag is added instead."""
     flags = _flags.get()
-    if flags is None and not _unchecked.get():
+    if flags is None:
         return torch.nonzero(inaccurate).squeeze(1)
-    if flags is not None:
-        flags.add(inaccurate)
+    flags.add(inaccurate)
     return torch.empty(0, dtype=torch.int64, device=inaccurate.device)
 
 
@@ -250,13 +240,3 @@ def flagging() -> Iterator[Flags]:
         yield flags
     finally:
         _flags.reset(token)
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """A context without checks, for tensors without values."""
-    token = _unchecked.set(True)
-    try:
-        yield
-    finally:
-        _unchecked.reset(token)
