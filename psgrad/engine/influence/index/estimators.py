@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +16,22 @@ from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, in_turn
 from psgrad.engine.gradients.flat import Flat
 from psgrad.engine.gradients.projections.projector import Columns
 from psgrad.engine.influence.index.index_rows import Differentiated, RowBlock, RowSource
-from psgrad.engine.influence.index.row_products import Queries
 from psgrad.engine.influence.index.stored_index import StoredRows
 from psgrad.engine.influence.leverage import Damping
 from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock
 from psgrad.errors import InfluenceError, one_line
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Prepared queries in some of the k columns of a row. own: [m, width] float64."""
+
+    own: torch.Tensor
+    columns: Columns
+
+    def products(self, rows: torch.Tensor) -> torch.Tensor:
+        """[b, m] float64: the inner products of rows [b, k] with the queries in these columns."""
+        return rows[:, self.columns].double() @ self.own.t()
 
 
 class FittedRows(Fitted):
@@ -53,7 +65,9 @@ class FittedRows(Fitted):
         """The scores of all rows, or of some of them, for queries [m, k] float64 that are projected."""
         processes = OneProcess() if processes is None else processes
         source, prepared = self.source if rows is None else rows, self.prepared(projected)
-        asked = {label: Queries(prepared, columns) for label, columns in self.columns(per).items()}
+        asked = {
+            label: Queries(prepared[:, columns], columns) for label, columns in self.columns(per).items()
+        }
 
         def own() -> Iterator[Arrays]:
             for block in source.blocks(processes.rank, processes.size):
@@ -127,7 +141,7 @@ class ProjectedProducts(FittedRows):
         self.factor = factor
 
     def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
-        return block.rows.products(queries) * (self.factor * block.to_loss).unsqueeze(1)
+        return queries.products(block.rows) * (self.factor * block.to_loss).unsqueeze(1)
 
     def self_influence(self) -> Iterator[SelfBlock]:
         squares = self.source.losses_and_square_norms()[1]
@@ -145,9 +159,9 @@ class ProjectedCosines(FittedRows):
         return {**self.source.projector.columns("total"), **self.source.projector.columns(per)}
 
     def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
-        own = block.rows.norms(queries.columns) * block.to_loss.abs()
+        own = block.rows[:, queries.columns].double().norm(dim=1) * block.to_loss.abs()
         norms = own.unsqueeze(1) * queries.own.norm(dim=1)
-        products = block.rows.products(queries) * block.to_loss.unsqueeze(1)
+        products = queries.products(block.rows) * block.to_loss.unsqueeze(1)
         return torch.where(norms > 0, products / norms, torch.nan)
 
     def self_influence(self) -> Iterator[SelfBlock]:
@@ -197,7 +211,7 @@ class ProjectedInverse(FittedRows):
         return torch.cholesky_solve(queries.t(), self._root).t()
 
     def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
-        products = block.rows.products(queries)
+        products = queries.products(block.rows)
         return -products if self.of == "margin" else products * block.to_loss.unsqueeze(1)
 
     def weights(self, block: RowBlock) -> torch.Tensor | None:

@@ -21,7 +21,6 @@ from psgrad.engine.gradients import (
     per_sample_projections,
 )
 from psgrad.engine.gradients.projections.projector import Projector
-from psgrad.engine.influence.index.row_products import FloatRows, IndexRows
 from psgrad.engine.transforms import grad_and_value
 from psgrad.errors import InfluenceError
 
@@ -141,7 +140,7 @@ class RowBlock:
 
     start: int
     stop: int
-    rows: IndexRows
+    rows: torch.Tensor
     loss: torch.Tensor
     square_norm: torch.Tensor
     weight: torch.Tensor | None = None
@@ -211,7 +210,7 @@ class RowPass:
             if weight is not None:
                 values["weight"] = weight.where(finite, 0.0)
             rows = rows.where(finite.unsqueeze(1), torch.zeros((), dtype=rows.dtype))
-            yield RowBlock(place.start, place.stop, FloatRows(rows), **values)
+            yield RowBlock(place.start, place.stop, rows, **values)
 
     def _columns(self, start: int, stop: int | None) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """The columns of each chunk; where memory is short, no more than one parameter's gradient is kept."""
