@@ -137,8 +137,7 @@ def manifest_for(setup: InfluenceSetup) -> RunManifest:
     """manifest.json at the beginning, with the self-check, which runs now. Raises SelfCheckError."""
     run, wanted = setup.run, setup.run.config.influence
     check = run.self_check(setup.views[0].training.stream)
-    training = {} if wanted.training is None else wanted.training.code
-    specs = [wanted.method.name, wanted.measurement.name, *training.values()]
+    specs = [wanted.method.name, wanted.measurement.name]
     return replace(describe_run("influence", run, check, specs), influence=described(setup))
 
 
