@@ -47,7 +47,7 @@ from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.index.build import from_index
 from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.ranking import divisor, joined_self
-from psgrad.engine.influence.solvers.solver_costs import solved_products
+from psgrad.engine.influence.solvers.choice import solved_products
 from psgrad.reports.words import duration
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged

@@ -139,18 +139,12 @@ def from_index(method: Method, store: IndexStore) -> Method:
         raise InfluenceError(
             f"an index has no answer by {method.name}; expected one of"
             f" {', '.join(kind.name for kind in _ANSWERED)}",
-            hint=(
-                "it holds one row of numbers for each training example, and no curvature of the model;"
-                " choose one of these, or leave influence.index out"
-            ),
+            hint="choose one of these, or leave influence.index out",
         )
     if isinstance(method, TracIn) and method.optimizer == "adam":
         raise InfluenceError(
-            "an index has no answer by tracin with optimizer: adam; expected optimizer: sgd",
-            hint=(
-                "Adam scales each number of a gradient, and an index holds projections; leave optimizer"
-                " out, or leave influence.index out"
-            ),
+            "an index holds projections, and tracin with optimizer: adam scales each number of a gradient",
+            hint="leave optimizer out, or leave influence.index out",
         )
     return _Indexed(method, store)
 

@@ -15,11 +15,11 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, in_turn
 from psgrad.engine.gradients.flat import Flat
 from psgrad.engine.gradients.projections.projector import Columns
+from psgrad.engine.influence.damping import Damping
 from psgrad.engine.influence.index.index_rows import Differentiated, RowBlock, RowSource
 from psgrad.engine.influence.index.stored_index import StoredRows
-from psgrad.engine.influence.leverage import Damping
 from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock
-from psgrad.errors import InfluenceError, one_line
+from psgrad.errors import InfluenceError
 
 
 @dataclass(frozen=True)
@@ -197,16 +197,6 @@ class ProjectedInverse(FittedRows):
         self.facts |= {"damping": lam, "mean_eigenvalue": mean}
         self._root = factor_of(moment + torch.eye(k, dtype=torch.float64) * (lam * n), lam, mean, n)
 
-    def with_damping(
-        self, *, damping: float | None = None, relative: float | None = None
-    ) -> ProjectedInverse:
-        """The inverse of the same rows with another damping, by the factorisation of a k x k matrix. Give one
-        of the two arguments.
-        """
-        if (damping is None) == (relative is None):
-            raise ValueError("with_damping takes damping or relative")
-        return ProjectedInverse(self.source, self.of, damping, 0.0 if relative is None else relative)
-
     def prepared(self, queries: torch.Tensor) -> torch.Tensor:
         return torch.cholesky_solve(queries.t(), self._root).t()
 
@@ -247,15 +237,11 @@ def factor_of(matrix: torch.Tensor, damping: float, mean_eigenvalue: float, coun
     enough = 1e-6 * mean_eigenvalue
     raise InfluenceError(
         f"the second moment of the projected gradients is singular: damping {damping:g}, {len(matrix)}"
-        f" columns, {count} training examples; expected a matrix with an inverse",
+        f" columns, {count} training examples",
         hint=(
-            one_line(
-                "fewer training examples than columns, or parameters that the loss does not depend on, and"
-                " hardly any damping",
-                f"set influence.method.damping: {enough:.3g}, or more"
-                if enough > 0
-                else "look at the data: every gradient is zero",
-            )
+            f"set influence.method.damping: {enough:.3g}, or more"
+            if enough > 0
+            else "look at the data: every gradient is zero"
         ),
     )
 
@@ -276,8 +262,5 @@ def require_parameters(flat: Flat, queries: Examples) -> None:
     raise InfluenceError(
         f"the queries' gradients are of other parameters than the training examples': {first} is"
         f" {sizes[1] or 'not among them'}; expected {first} {sizes[0] or 'not among them'}",
-        hint=(
-            "another model, or another choice of parameters; choose the same model and parameters, or"
-            " build the index again"
-        ),
+        hint="choose the same model and parameters, or build the index again",
     )

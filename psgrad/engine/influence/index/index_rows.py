@@ -61,10 +61,7 @@ def margin(output: Any, target: Any) -> torch.Tensor:
 def _no_margin(arrived: str) -> InfluenceError:
     return InfluenceError(
         f"TRAK has no margin here: {arrived}; expected logits [classes] with one label, or one number",
-        hint=(
-            "a loss over positions or over several values, which is no function of one number of the"
-            " model's output; choose another method, such as influence or ekfac"
-        ),
+        hint="choose another method, such as influence or ekfac",
     )
 
 
@@ -114,12 +111,8 @@ def require_explained(aux: dict[str, torch.Tensor], numbers: torch.Tensor) -> No
         row = int(wrong.nonzero()[0])
         raise InfluenceError(
             f"TRAK: the loss of row {int(numbers[row])} is no function of its margin, which leaves"
-            f" {(rest / slope).sqrt()[row].item():.0%} of its slope; expected a loss of the label's log"
-            " odds alone, such as a cross entropy, or a loss of an output that is one number",
-            hint=(
-                "label smoothing, probabilities as targets, or a loss that looks at the other classes"
-                " one by one; choose another method, such as influence or ekfac"
-            ),
+            f" {(rest / slope).sqrt()[row].item():.0%} of its slope, as with label smoothing",
+            hint="choose another method, such as influence or ekfac",
         )
 
 

@@ -163,11 +163,8 @@ class StoredRows:
         if stored is None:
             raise InfluenceError(
                 f"the index has rows of {self.projector.width:,} columns, and keeps no second moment of so"
-                f" many; expected at most {WIDEST:,} columns for trak and projected_influence",
-                hint=(
-                    "build an index with a smaller dimension, or ask this one for gradient_dot or"
-                    " gradient_cosine"
-                ),
+                f" many: at most {WIDEST:,}, for trak and projected_influence",
+                hint="build an index with a smaller dimension, or ask for gradient_dot or gradient_cosine",
             )
         return torch.from_numpy(stored)
 

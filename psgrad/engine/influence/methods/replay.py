@@ -54,7 +54,7 @@ class Replay(Method):
         if self.subsets < 0 or self.subsets in (1, 2):
             raise ConfigError(
                 f"influence.method.subsets: {self.subsets} subsets have no rank correlation; expected 3 or"
-                " more, or 0 for no comparison",
+                " more, or 0"
             )
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
