@@ -152,7 +152,8 @@ class Influence(Method):
                 "curvature: sampled has few random rows, whose errors average out over several checkpoints,"
                 " and this is one; curvature: gauss_newton has all rows"
             )
-        solver, why = self.solver, "the options name it"
+        solver: str = self.solver
+        why = "the options name it"
         if solver == "auto":
             ratio = damping.relative if damping.absolute is None and damping.relative > 0 else _UNKNOWN_RATIO
             correct = bool(self.leverage) or (convex and amounts)
