@@ -124,7 +124,8 @@ class BatchGradients:
             return [(rows, found)]
         # A row that is not finite spoils the sums of its chunk.
         left_out = np.full((~finite).sum(), np.nan)
-        spoilt = {"losses": found["losses"][~finite], "squares": left_out[None], "along": left_out}
+        squares = np.tile(left_out, (len(found["squares"]), 1))
+        spoilt = {"losses": found["losses"][~finite], "squares": squares, "along": left_out}
         return [
             *(self._computed(replay, chunk, rows[finite]) if finite.any() else []),
             (rows[~finite], spoilt),

@@ -133,7 +133,7 @@ class _DrawnRows:
         self._sampler = self._loader.batch_sampler
         self._waiting: deque[list[int]] = deque()
         self._known = True
-        object.__setattr__(loader, "batch_sampler", self)  # a loader refuses to be given another one
+        object.__setattr__(self._loader, "batch_sampler", self)  # a loader refuses to be given another one
 
     @classmethod
     def of(cls, loader: Any, resumed: bool) -> _DrawnRows | None:
