@@ -36,8 +36,9 @@ class InputProperties:
                 found[f"roughness{mark}"] = values.diff(dim=-1).abs().flatten(1).mean(1).cpu().numpy()
             elif not x.is_floating_point() and x.dtype != torch.bool and x.dim() == 2:
                 words = x.detach().cpu().numpy()
-                fits = isinstance(mask, torch.Tensor) and mask.shape == x.shape
-                real = mask.detach().cpu().numpy() > 0 if fits else np.ones(words.shape, bool)
+                real = np.ones(words.shape, bool)
+                if isinstance(mask, torch.Tensor) and mask.shape == x.shape:
+                    real = mask.detach().cpu().numpy() > 0
                 rarity = self._rarity(str(name), words, real)
                 if rarity is not None:
                     found[f"rarity{mark}"] = rarity

@@ -12,7 +12,7 @@ from psgrad.monitoring.batch_gradients import ComputeLoss
 from psgrad.monitoring.monitor import Log, Monitor, monitor
 
 
-class LightningMonitor(Callback):
+class LightningMonitor(Callback):  # type: ignore[misc]  # not installed where types are checked
     """Measures the gradients of single rows in a training of Lightning's Trainer.
 
         trainer = Trainer(callbacks=[LightningMonitor(compute_loss, every=20, log=True)])

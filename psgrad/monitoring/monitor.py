@@ -163,12 +163,14 @@ class Monitor:
                 for source, each in sums.items():
                     self._sums[source] = [*self._sums[source], each][-_NOISE_BATCHES:]
         total = sum(squares.values())
+        losses, norms, cosines = (
+            np.concatenate([getattr(each, name) for each in found]) for name in ("losses", "norms", "cosines")
+        )
         return StepMeasured(
             step,
-            *(
-                np.concatenate([getattr(each, name) for each in found])
-                for name in ("losses", "norms", "cosines")
-            ),
+            losses,
+            norms,
+            cosines,
             shares={name: value / total if total else 0.0 for name, value in squares.items()},
             noise_scale=noise_scale(self._sums[None]),
             spike=spike,

@@ -82,7 +82,8 @@ class SpikeDetector:
         return len(self._window) >= FEWEST_BATCHES and rows >= FEWEST_ROWS
 
     def _reference(self, name: str) -> np.ndarray:
-        return np.sort(np.concatenate([batch[name] for batch in self._window if name in batch] or [[]]))
+        known = [batch[name] for batch in self._window if name in batch]
+        return np.sort(np.concatenate(known)) if known else np.zeros(0)
 
     def _ranks(self, losses: np.ndarray) -> tuple[np.ndarray, float]:
         """The ranks of the losses among those of the reference, from 0 to 1, and the statistic of their mean,

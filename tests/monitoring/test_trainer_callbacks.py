@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from psgrad.monitoring.callbacks import GradientMonitor
+from psgrad.monitoring.transformers_callback import GradientMonitor
 from tests.monitoring.loops import Classifier, digits
 
 WORDS, USED, ROWS = 64, 20, 480
