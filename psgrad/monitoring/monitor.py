@@ -288,9 +288,9 @@ class _Tables:
         for name, rows in self._waiting.items():
             buffer = io.BytesIO()
             frame = pd.DataFrame(rows)
-            texts = dict.fromkeys(frame.columns.intersection(_TEXTS), "string")
-            numbers = dict.fromkeys(frame.columns.intersection(_MAYBE), float)
-            frame.astype(texts | numbers).to_parquet(buffer, index=False)
+            kinds = dict.fromkeys(_TEXTS, "string") | dict.fromkeys(_MAYBE, "float64")
+            known = {column: kind for column, kind in kinds.items() if column in frame}
+            frame.astype(known).to_parquet(buffer, index=False)
             self._folder.write_bytes(f"{name}/part-{self._parts:05d}.parquet", buffer.getvalue())
         self._waiting.clear()
         self._parts += 1
