@@ -83,13 +83,13 @@ class SpikeDetector:
 
     def _reference(self, name: str) -> np.ndarray:
         known = [batch[name] for batch in self._window if name in batch]
-        return np.sort(np.concatenate(known)) if known else np.zeros(0)
+        return np.concatenate(known) if known else np.zeros(0)
 
     def _ranks(self, losses: np.ndarray) -> tuple[np.ndarray, float]:
         """The ranks of the losses among those of the reference, from 0 to 1, and the statistic of their mean,
         which has a standard normal law where the batch is like those before.
         """
-        known, losses = self._reference("loss"), np.nan_to_num(losses, nan=-np.inf)
+        known, losses = np.sort(self._reference("loss")), np.nan_to_num(losses, nan=-np.inf)
         ranks = np.searchsorted(known, losses) / len(known)
         deviation = np.sqrt((1 + len(losses) / len(known)) / (12 * len(losses)))
         return ranks, float((ranks.mean() - 0.5) / deviation)
@@ -99,7 +99,7 @@ class SpikeDetector:
     ) -> None:
         """Rows whose loss or gradient is too large, and those of a batch whose losses are."""
         for name, own in values.items():
-            largest = self._reference(name)[-1]
+            largest = self._reference(name).max()
             for place in np.flatnonzero(own > FACTOR * largest) if largest > 0 else []:
                 times = f"{own[place] / largest:.3g} times the largest of the rows before"
                 reasons.setdefault(int(place), f"its {name} is {times}")
@@ -114,7 +114,7 @@ class SpikeDetector:
             reference = self._reference(name)
             if len(reference) < FEWEST_ROWS:
                 continue
-            low, high = reference[0], reference[-1]
+            low, high = reference.min(), reference.max()
             margin = INPUT_MARGIN * (high - low) + 1e-6 * max(abs(low), abs(high))
             for place in np.flatnonzero((own < low - margin) | (own > high + margin)):
                 range_ = f"{own[place]:.3g}; the rows before have {low:.3g} to {high:.3g}"
