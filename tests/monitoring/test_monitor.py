@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
-from psgrad.errors import ConfigError, OutputExistsError
+import psgrad
+from psgrad.errors import ConfigError, DataError, OutputExistsError
 from psgrad.monitoring.batch_gradients import BatchGradients, SourceSums
 from psgrad.monitoring.monitor import monitor, noise_scale
 from tests.monitoring.loops import BATCH, Classifier, digits, trained
@@ -197,6 +198,14 @@ def test_tables_and_inputs_of_a_run(tmp_path: Path) -> None:
     kept = load_file(tmp_path / "spikes" / "step-00000004-0.safetensors")
     assert kept["0"].shape == (1, 1, 8, 8)
     assert kept["0"].isnan().all()
+    written = psgrad.report(tmp_path)
+    page = written.page.read_text()
+    assert "row 37" in page
+    assert "its loss or gradient is not finite" in page
+    assert written.figures == 4
+    (tmp_path / "steps" / "part-00000.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match="can't be read"):
+        psgrad.report(tmp_path)
 
 
 def test_taken_folder_and_arguments_are_refused(tmp_path: Path) -> None:
