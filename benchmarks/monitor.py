@@ -200,9 +200,7 @@ def main() -> None:
             rows = [len(spikes.get(at, set()) & changed) / len(changed) for spikes, at, changed in found]
             others = sum(len(set(spikes) - {at}) for spikes, at, _ in found)
             share, of, about = statistics.mean(rows), len(found), "other steps"
-            print(
-                f"  {name}: {hits} of {of} named, {share:.0%} of the rows; {others} {about}", flush=True
-            )
+            print(f"  {name}: {hits} of {of} named, {share:.0%} of the rows; {others} {about}", flush=True)
             about = {"named": hits, "of": of, "rows": share, "other_steps": others}
             results["names"][task.name][name] = about
     chains = tasks()[2]

@@ -1,1 +1,1 @@
-"""Per-row gradients of the batches that a training loop is at: norms, noise scale, and the rows of spikes."""
+"""Watches a training loop: the gradients of single rows of its batches, and the rows of spikes."""

@@ -163,7 +163,7 @@ class BatchGradients:
                 "sums": torch.stack([_square(whole), *sums]),
             }
 
-        self._replays[key] = ChunkReplay(measured, chunk.params, "none")
+        self._replays[key] = ChunkReplay(measured, chunk.params)
         return self._replays[key]
 
     def _precision(self, row: Sequence[torch.Tensor]) -> Any:

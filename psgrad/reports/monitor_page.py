@@ -120,7 +120,7 @@ def _noise(steps: pd.DataFrame, sources: pd.DataFrame) -> Plot:
     """The noise scale, overall and by source, beside the size of the batch."""
     figure, axes = figure_with_axes(2.6)
     axes.plot(steps["step"], steps["noise_scale"], color=DARK, label="all rows")
-    names = sources["source"].value_counts().index[:_SOURCES] if len(sources) else []
+    names = [*sources["source"].value_counts().index[:_SOURCES]] if len(sources) else []
     for place, name in enumerate(names):
         own = sources[sources["source"] == name]
         axes.plot(
