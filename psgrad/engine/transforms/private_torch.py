@@ -54,7 +54,6 @@ def _refusal(error: ImportError | AttributeError) -> TransformError:
 
 
 try:
-    from torch import _int_mm as int8_product  # of matrices of 8-bit numbers, exact in 32 bits
     from torch._C import (
         DisableTorchFunction,  # guard: the operators inside are not shown to __torch_function__ modes
         DispatchKey,  # the layers of the dispatcher
