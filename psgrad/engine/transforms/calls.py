@@ -156,20 +156,6 @@ def without_adoption(level: Level) -> Iterator[None]:
 
 
 @contextmanager
-def program_on(*values: Any) -> Iterator[None]:
-    """A context for a function of the user that a rule runs: only the levels of its values adopt fresh
-    tensors.
-    """
-    present: set[ActiveLevel] = set()
-    for value in values:
-        while isinstance(value, Tracer):
-            present.add(value.level)
-            value = value.below()
-    with users_program(), _adopting(False, [level for level in state.stack if level not in present]):
-        yield
-
-
-@contextmanager
 def watched_by_tape(level: GradLevel) -> Iterator[None]:
     """A context in which a stored tape also protects the values that a call uses. It does not record the
     call's operators.

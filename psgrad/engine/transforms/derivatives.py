@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.interpreter import InterpretedTracer
+from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -100,7 +100,7 @@ def make_tracer(kind: type[AnyTracer], value: torch.Tensor, level: DerivativeLev
     return tracer  # type: ignore[no-any-return]
 
 
-class DerivativeLevel(AdoptingLevel):
+class DerivativeLevel(Level):
     """One derivative. Subclasses define `apply`, for operators with a rule."""
 
     tracer: ClassVar[type[DerivativeTracer]]

@@ -343,7 +343,7 @@ def test_pytorch_without_private_name_refused(module: str, name: str) -> None:
     )
     assert done.stderr == ""
     assert done.stdout.startswith("PyTorch ")
-    assert f"has no {module}.{name}\n" in done.stdout
+    assert f"has no {module}.{name};" in done.stdout
 
 
 def test_supported_versions_said_once() -> None:
