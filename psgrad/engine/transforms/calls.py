@@ -183,11 +183,10 @@ def entered_again(level: Level) -> Iterator[None]:
             if divergence.level is not level:
                 raise
             raise TransformError(
-                f"samples disagree on a branch{divergence.where} in a function of the backward pass",
-                hint=(
-                    "their vmap has ended; before its end it would run the function once for each"
-                    " outcome; write the branch with torch.where"
-                ),
+                f"samples disagree on a branch{divergence.where} in a function of the backward pass,"
+                " after the end"
+                " of their vmap",
+                hint="write the branch with torch.where",
             ) from None
 
 
@@ -234,9 +233,7 @@ def _lowered(value: Any, highest: int, name: str) -> Any:
         if value.varies:  # type: ignore[attr-defined]
             if level.reads is None or level.reads.follows:
                 raise TransformError(
-                    f"{name} closes over a value that is being differentiated{diagnostics.where()};"
-                    " expected a function that takes all values on which it depends as arguments: its"
-                    " rule has derivatives in these only",
+                    f"{name} closes over a value that is being differentiated{diagnostics.where()}",
                     hint="pass the value as an argument, or detach it if its derivative is to be ignored",
                 )
             level.reads.note([value])

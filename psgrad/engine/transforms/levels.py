@@ -136,20 +136,16 @@ class Level:
         """The error that replaces an error of the user's function; None if it is not replaced."""
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_GRAPH):
             return TransformError(
-                f"torch.autograd or .backward() inside the transformed function{diagnostics.where(error)};"
-                " expected derivatives by transforms, which nest: grad, vjp, jvp",
-                hint="PyTorch's autograd records nothing there",
+                f"torch.autograd or .backward() inside the transformed"
+                f" function{diagnostics.where(error)}, where it"
+                " records nothing",
+                hint="use transforms, which nest: grad, vjp, jvp",
             )
         if isinstance(error, RuntimeError) and _WRITE_INTO_MULTI_VIEW in str(error):
             return TransformError(
                 "the function writes in place into one of several views that one operator"
-                f" made{diagnostics.where(error)}; expected a view that was made by itself: x[0],"
-                " x.select(..), x.narrow(..)",
-                hint=(
-                    "PyTorch's autograd records the computation, and refuses writes into results of"
-                    " unbind, split or chunk; take the view by its index, or compute a new tensor; a"
-                    " mapped function without autograd outside may write there"
-                ),
+                f" made{diagnostics.where(error)}, and PyTorch's autograd, which records it, refuses that",
+                hint="take the view by itself: x[0], x.select(..), x.narrow(..)",
             )
         return None
 
@@ -248,14 +244,10 @@ _NO_GRAPH = ("does not require grad and does not have a grad_fn", "can't retain_
 def _refuse_inside_torch_func() -> None:
     if torch_func_runs() or forward_mode_runs():
         raise TransformError(
-            "a transform of psgrad inside one of torch.func, or inside PyTorch's forward"
-            f" mode{diagnostics.where()}; expected transforms of one library; those of psgrad nest in any"
-            " order, and PyTorch's autograd may differentiate their results",
-            hint=(
-                "PyTorch's transforms would not see the operators inside: derivatives would be lost"
-                " silently; use grad, vjp, jvp, vmap, jacrev, jacfwd or hessian of"
-                " psgrad.engine.transforms for the outer transform too"
-            ),
+            f"a transform of psgrad inside one of torch.func, or inside PyTorch's forward"
+            f" mode{diagnostics.where()}:"
+            " derivatives would be lost",
+            hint="use the transform of psgrad.engine.transforms outside, too",
         )
 
 

@@ -46,9 +46,8 @@ def register_rule(
     name = overload.name()
     if facts(overload).mutated or facts(overload).mutated_kwargs:
         raise TransformError(
-            f"register_rule({name}): the operator writes into an argument; expected an operator that"
-            " returns new tensors",
-            hint="define such an operator, and call it in the mapped or differentiated function",
+            f"register_rule({name}): the operator writes into an argument; expected one that returns new"
+            " tensors",
         )
     if constant and (vjp is not None or jvp is not None):
         raise TransformError(
@@ -56,8 +55,7 @@ def register_rule(
         )
     if jvp is not None and vjp is None:
         raise TransformError(
-            f"register_rule({name}): a jvp without a vjp; expected a vjp; forward mode is its transpose,"
-            " and a jvp is an optional shortcut for that",
+            f"register_rule({name}): a jvp without a vjp; expected a vjp, whose shortcut it is"
         )
     if vjp is None and batch is None and not constant:
         raise TransformError(f"register_rule({name}) without any rule; expected vjp, batch or constant")
@@ -93,9 +91,8 @@ def _overload(op: Any) -> Op:
         packet = getattr(getattr(torch.ops, namespace), base, None) if rest else None
         if packet is None or (overload and overload not in packet.overloads()):
             raise TransformError(
-                f"register_rule({op!r}): PyTorch has no operator of this name"
-                "; expected "
-                'a name such as "mine::f" or "mine::f.overload"',
+                f"register_rule({op!r}): PyTorch has no operator of this name; expected a name such as"
+                ' "mine::f" or "mine::f.overload"',
             )
         op = getattr(packet, overload) if overload else packet
     if isinstance(op, OpOverloadPacket):
