@@ -67,8 +67,6 @@ class Stream(RowComputation):
         compile: 'inductor' has the program compiled.
         supply: brings offloaded parameters to the device; what it keeps there is given back at need.
         recompute: switched on when memory runs out over a single row.
-        scales_losses: whether cotangents are float16, which needs another scale for some samples (see
-            loss_scaling.py). Chunks are not replayed then.
         counts: of all chunks of a run, where it has several streams.
         say: called with a sentence at each retry, and with the reason why chunks are not read ahead.
 
@@ -92,7 +90,6 @@ class Stream(RowComputation):
         compile: Compiler = "none",
         supply: Supply | None = None,
         recompute: Recompute | None = None,
-        scales_losses: bool = False,
         counts: ReplayCounts | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -108,7 +105,6 @@ class Stream(RowComputation):
             read,
             ragged=RaggedChunks(tokens, once, self.automatic, say),
             randomness=randomness,
-            scales_losses=scales_losses,
             counts=ReplayCounts() if counts is None else counts,
             say=say,
         )
@@ -121,9 +117,7 @@ class Stream(RowComputation):
         self._nothing_is_read = threading.Lock()
         self._compile = compile
         self.replays: dict[Callable[..., Any], ChunkReplay] = {}
-        if scales_losses:
-            self.counts.add_reason("samples in float16 are scaled by their own powers of two")
-        elif capture == "off":
+        if capture == "off":
             self.counts.add_reason("engine.capture is off")
         else:
             for how in (per_sample_gradients, per_sample_square_norms):
