@@ -86,21 +86,8 @@ class IndexConfig(ConfigSection):
     """Gradients of the loss, or of the margin (for trak)."""
     dtype: Literal["float64", "float32", "float16", "bfloat16", "int8"] = "float32"
     """Precision of the stored numbers."""
-    rank: Annotated[int, Field(ge=1)] | None = None
-    """With projection two-sided or none, how many vectors are kept of a row's matrix for each parameter,
-    at most; null keeps all of its numbers.
-    """
     rows_per_shard: Annotated[int, Field(ge=1)] = 4096
     """Rows in each file of the index."""
-
-    @model_validator(mode="after")
-    def _rank_of_matrices(self) -> IndexConfig:
-        if self.rank is not None and self.projection not in ("two-sided", "none"):
-            raise ValueError(
-                "rank keeps factors of a matrix for each parameter, and projection:"
-                f" {self.projection} adds all parameters up; choose two-sided or none"
-            )
-        return self
 
 
 class IndexSearchConfig(ConfigSection):

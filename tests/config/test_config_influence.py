@@ -114,7 +114,6 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
         ("parameters=[]", "influence.parameters: got an empty list, expected one pattern of parameter names"),
         ("checkpoints=[]", "checkpoints is an empty list; leave it out to use model.checkpoint"),
         ("checkpoints=[a.pt, a.pt]", "the checkpoint a.pt is listed twice; it would count double"),
-        ("index={path: i, rank: 1}", "projection: sparse adds all parameters up; choose two-sided or none"),
         ("checkpoints=[{path: a.pt, learning_rat: 1.0}]", "influence.checkpoints.0.learning_rat: unknown"),
         ("checkpoints=[{path: a.pt, learning_rate: 0}]", "influence.checkpoints.0.learning_rate: got 0"),
         (

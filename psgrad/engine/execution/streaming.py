@@ -35,7 +35,6 @@ from psgrad.engine.gradients.per_sample import (
     per_sample_square_norms,
 )
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.transforms.program import Compiler
 from psgrad.errors import MeasureError, PsgradError
 from psgrad.ragged import Block
 
@@ -64,7 +63,6 @@ class Stream(RowComputation):
         randomness: as for vmap.
         capture: whether chunks of one size may be replayed by a program of the first ones, where there are
             many to come; 'off' runs each by itself.
-        compile: 'inductor' has the program compiled.
         supply: brings offloaded parameters to the device; what it keeps there is given back at need.
         recompute: switched on when memory runs out over a single row.
         counts: of all chunks of a run, where it has several streams.
@@ -87,7 +85,6 @@ class Stream(RowComputation):
         model_size: ModelSize | None = None,
         randomness: str = "error",
         capture: Literal["auto", "off"] = "auto",
-        compile: Compiler = "none",
         supply: Supply | None = None,
         recompute: Recompute | None = None,
         counts: ReplayCounts | None = None,
@@ -115,7 +112,6 @@ class Stream(RowComputation):
         # same to the last bit.
         self._in_run = 0
         self._nothing_is_read = threading.Lock()
-        self._compile = compile
         self.replays: dict[Callable[..., Any], ChunkReplay] = {}
         if capture == "off":
             self.counts.add_reason("engine.capture is off")
@@ -359,9 +355,7 @@ class Stream(RowComputation):
                 how = partial(function, *args, **keywords) if args or keywords else function
                 return self.pass_of(how)(params, inputs, target)
 
-            self.replays[function] = ChunkReplay(
-                run, self.params, self._compile, self.counts, self._nothing_is_read
-            )
+            self.replays[function] = ChunkReplay(run, self.params, self.counts, self._nothing_is_read)
         return self.replays[function]
 
     def _drop_programs(self) -> None:

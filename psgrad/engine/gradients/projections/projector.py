@@ -78,27 +78,6 @@ class Projector:
         found = [slice(0, self.width)] if own is None else own.values()
         return tuple(columns for columns in found if columns.start < columns.stop)
 
-    @property
-    def matrices(self) -> list[tuple[Columns, int, int]] | None:
-        """(columns, height, width) of the matrix that a row has for each parameter, a vector's as one of
-        height 1 without the columns that are always zero; None if all parameters share the columns.
-        """
-        own = self._own_columns()
-        if own is None:
-            return None
-        found: list[tuple[Columns, int, int]] = []
-        for name, shape in self.flat.shapes.items():
-            columns, size = own[name], math.prod(shape)
-            if not isinstance(self.projection, TwoSided):
-                height = shape[0] if len(shape) > 1 and size else 1
-                found.append((columns, height, size // height))
-            elif len(shape) > 1:
-                found.append((columns, self.side, self.side))
-            else:
-                used = [columns.start + place for place in self.projection.used_columns(name, size)]
-                found.append((used, 1, len(used)))
-        return [each for each in found if each[2]]
-
     def _own_columns(self) -> Mapping[str, slice] | None:
         """Parameter -> its columns; None if all parameters share the columns."""
         if self.projection is None:

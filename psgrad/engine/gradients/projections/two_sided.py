@@ -70,12 +70,6 @@ class TwoSided(Projection):
     def scale(self) -> float:
         return self.width**-0.5
 
-    def used_columns(self, name: str, size: int) -> list[int]:
-        """The columns that are not always zero for a parameter of fewer than two axes: one for each entry, or
-        all.
-        """
-        return self._orders(name).scattered(torch.arange(size))[0].unique().tolist()
-
     def _orders(self, name: str) -> Orders:
         return Orders(key_of(self.seed, self.kind, name), self.width)
 
