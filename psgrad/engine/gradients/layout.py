@@ -96,6 +96,11 @@ class AxisLayout:
         return self.window is None and self._is_ordered
 
     @property
+    def is_identity_but_for_ones(self) -> bool:
+        """Whether all elements are in the parameter's order."""
+        return self.without_ones.is_identity
+
+    @property
     def _is_ordered(self) -> bool:
         return self.order == tuple(sorted(self.order))
 

@@ -686,7 +686,7 @@ def test_deferral_embedding_option_refused(kind: type, option: dict[str, Any], s
             params,
             tokens(N, 2, 3, count=5),
         )
-    assert "hint: build the embedding" in str(error.value)
+    assert "build the embedding" in str(error.value)
     assert torch.equal(params["weight"], before)
 
 
