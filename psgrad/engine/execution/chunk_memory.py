@@ -18,6 +18,10 @@ from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.private_torch import DispatchMode, schema_of, storage_key, tree_leaves
 from psgrad.engine.transforms.tracer import Tracer
 
+LARGEST_AUTO_CHUNK = 1024
+# A chunk that only shows how much memory a chunk takes has at most the rows of a run divided by this.
+SHARE_OF_ROWS = 16
+
 
 @dataclass(frozen=True)
 class ChunkMemory:

@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.execution.bucket_plan import positions_of
 from psgrad.engine.execution.buckets import RaggedChunks, first_rows
+from psgrad.engine.execution.chunk_memory import (
+    LARGEST_AUTO_CHUNK,
+    SHARE_OF_ROWS,
+    ChunkMemory,
+    measured_memory,
+    peak_bytes,
+)
 from psgrad.engine.execution.chunk_replay import ReplayCounts
 from psgrad.engine.execution.loading import Chunk, DeviceRows, Read, to_device
 from psgrad.engine.execution.memory import is_out_of_memory
@@ -167,6 +175,25 @@ class RowComputation:
             return result
 
         return found
+
+    def memory_of_chunks(self, how: Callable[..., Any], block: Block, budget: int, count: int) -> ChunkMemory:
+        """What chunks of a run over `count` rows take, where `how` (see `run`) is computed. By two chunks of
+        these rows, which are repeated for the larger one. Of rows that differ in length the longest counts.
+
+        block: rows on the device.
+        """
+        places = list(range(len(block)))
+        if block.ragged is not None and block.lengths is not None:
+            places = [int(positions_of(block.lengths.numpy(), block.ragged).argmax())]
+        compute = self.pass_of(how)
+
+        def takes(rows: int) -> int:
+            some = block.at([places[row % len(places)] for row in range(rows)])
+            given = [*some.inputs, *([] if some.target is None else [some.target])]
+            return peak_bytes(compute, self.params, some.inputs, some.target) + sum(x.nbytes for x in given)
+
+        most = min(LARGEST_AUTO_CHUNK, count // SHARE_OF_ROWS)
+        return measured_memory(takes, len(places), budget, most)
 
     def give_back(self) -> None:
         """Free the memory that is not needed."""
