@@ -267,10 +267,9 @@ class Rows(Term):
     def narrow(self, axis: int, some: slice) -> Rows:
         if axis == 1:
             return replace(self, rows=self.rows[..., some])
-        start, stop, step = some.indices(self.count)
-        inside = (self.index >= start) & (self.index < stop) & ((self.index - start) % step == 0)
-        index = torch.where(inside, (self.index - start) // step, 0)
-        return Rows(index, self.rows.masked_fill(~inside.unsqueeze(2), 0), len(range(start, stop, step)))
+        inside = (self.index >= some.start) & (self.index < some.stop)
+        index = torch.where(inside, self.index - some.start, 0)
+        return Rows(index, self.rows.masked_fill(~inside.unsqueeze(2), 0), some.stop - some.start)
 
     def times(self, by: torch.Tensor, product: Multiply) -> Rows:
         return replace(self, rows=product(self.rows, by.squeeze(0) if by.shape[0] == 1 else by[self.index]))
