@@ -31,6 +31,7 @@ OWN: dict[Group, dict[str, str]] = {
         "layer_norms": "psgrad.engine.measures.builtin.norms:LayerNorms",
         "loo_mean_change": "psgrad.engine.measures.builtin.directions:LooMeanChange",
         "margin": "psgrad.engine.measures.builtin.outputs:Margin",
+        "mean_gradient": "psgrad.engine.measures.mean_gradient:MeanGradient",
         "moments": "psgrad.engine.measures.builtin.over_checkpoints:CheckpointOutputs",
         "neighbour_distance": "psgrad.engine.measures.builtin.projected_gradients:NeighbourDistance",
         "noise_scale": "psgrad.engine.measures.builtin.dataset:NoiseScale",

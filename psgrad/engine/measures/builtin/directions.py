@@ -13,14 +13,13 @@ import torch
 
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.square_norms import sum_of_squares
-from psgrad.engine.gradients.terms import CANCELLATION
 from psgrad.engine.measures.builtin.dataset import estimates
-from psgrad.engine.measures.measure import Arrays, Gathered, Setting, finite_rows, nan_elsewhere
-from psgrad.engine.measures.sums import MeanGradientMeasure
+from psgrad.engine.measures.mean_gradient import CLASS_DOT, DISTANCE, DOT, OfMeanGradient
+from psgrad.engine.measures.measure import Arrays, Gathered, Setting, finite_rows
 
 
 @dataclass
-class CosineToMean(MeanGradientMeasure):
+class CosineToMean(OfMeanGradient):
     """Whether a sample's gradient points like the mean of all samples. The mean includes the sample
     itself.
     """
@@ -41,16 +40,16 @@ class CosineToMean(MeanGradientMeasure):
             "cosine between the sample's gradient and the mean gradient; empty if either is zero (-1 to 1)"
         )
     }
-    looks_twice = True
+    needs_second_pass = True
+    asks = (DOT,)
 
-    def columns_again(self, gradients: PerSampleGradients) -> Arrays:
-        norms = gradients.square_norms().sqrt() * self._sums.square_mean() ** 0.5
-        cosines = (self._sums.dot(gradients) / norms).clamp(-1, 1)  # nothing by nothing is NaN
-        return {"cosine_to_mean": nan_elsewhere(cosines, finite_rows(gradients) & (norms > 0))}
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
+        norm = torch.tensor(self._sums.square_mean() ** 0.5, dtype=torch.float64)
+        return Gathered({"cosine_to_mean": self.cosines(rows, rows[DOT][:, 0], norm)})
 
 
 @dataclass
-class CosineToClassMean(MeanGradientMeasure):
+class CosineToClassMean(OfMeanGradient):
     """Whether a sample's gradient points like those of its label. The mean includes the sample: alone in its
     class it has cosine 1.
     """
@@ -73,33 +72,18 @@ class CosineToClassMean(MeanGradientMeasure):
             "cosine between the gradient and its label's mean gradient; empty if either is zero (-1 to 1)"
         )
     }
-    looks_twice = True
-    by_class: ClassVar[bool] = True
-
-    def summary(self, output: Any, target: Any) -> Arrays:
-        return self._sums.summary(target)
-
-    def columns_again(self, gradients: PerSampleGradients) -> Arrays:
-        of_class = self._sums.class_norms().to(gradients.losses.device)[self._sums.classes_of(gradients)]
-        norms = gradients.square_norms().sqrt() * of_class
-        cosines = (self._sums.class_dot(gradients) / norms).clamp(-1, 1)
-        return {"cosine_to_class_mean": nan_elsewhere(cosines, finite_rows(gradients) & (norms > 0))}
+    needs_second_pass = True
+    asks = (CLASS_DOT,)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         counts, norms = self._sums.counts[:-1], self._sums.class_norms()[:-1]
-        return Gathered(
-            tables={
-                "classes": {
-                    "class": torch.arange(len(counts)),
-                    "samples": counts,
-                    "mean_gradient_norm": norms,
-                }
-            }
-        )
+        table = {"class": torch.arange(len(counts)), "samples": counts, "mean_gradient_norm": norms}
+        cosines = self.cosines(rows, *rows[CLASS_DOT].unbind(1))
+        return Gathered({"cosine_to_class_mean": cosines}, tables={"classes": table})
 
 
 @dataclass
-class LooMeanChange(MeanGradientMeasure):
+class LooMeanChange(OfMeanGradient):
     """The distance between the mean gradient of all samples and that of all but this one, exact for
     every n.
     """
@@ -118,21 +102,13 @@ class LooMeanChange(MeanGradientMeasure):
             " unit of parameter)"
         )
     }
-    looks_twice = True
+    needs_second_pass = True
+    asks = (DISTANCE,)
 
-    def columns_again(self, gradients: PerSampleGradients) -> Arrays:
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         others = self._sums.count - 1
-        finite = finite_rows(gradients)
-        if others < 1:
-            return {"loo_mean_change": torch.full_like(gradients.square_norms(), torch.nan)}
-        parts = gradients.square_norms() + self._sums.square_mean()
-        distances = parts - 2 * self._sums.dot(gradients)
-        close = torch.nonzero(finite & (distances < CANCELLATION * parts)).squeeze(
-            1
-        )  # float32 has lost digits there
-        if len(close):
-            distances[close] = self._sums.square_distances(gradients, close)
-        return {"loo_mean_change": nan_elsewhere(distances.clamp(min=0).sqrt() / others, finite)}
+        moved = rows[DISTANCE][:, 0].clamp(min=0).sqrt() / (others or torch.nan)
+        return Gathered({"loo_mean_change": moved.where(rows["ok"] & torch.tensor(others > 0), torch.nan)})
 
 
 _QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
@@ -141,7 +117,7 @@ _ROUNDINGS = 64
 
 
 @dataclass
-class SignalToNoise(MeanGradientMeasure):
+class SignalToNoise(OfMeanGradient):
     """How much of a sample's gradient in a parameter is common to all samples. The table `parameters` has
     a row for each parameter tensor.
 
@@ -166,6 +142,7 @@ class SignalToNoise(MeanGradientMeasure):
         " sample variance"
     )
     unit: ClassVar[str] = "1 / samples"
+    needs_factors = True
     source: ClassVar[str] = (
         "McCandlish, Kaplan, Amodei: An Empirical Model of Large-Batch Training (2018), appendix A.1, of one"
         " parameter"
@@ -185,7 +162,6 @@ class SignalToNoise(MeanGradientMeasure):
         }
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
-        super().columns(gradients)
         if self.elements != "none":
             finite = finite_rows(gradients)
             rows = slice(None) if bool(finite.all()) else torch.nonzero(finite).squeeze(1)
@@ -195,35 +171,29 @@ class SignalToNoise(MeanGradientMeasure):
         return {}
 
     def keep(self) -> None:
-        super().keep()
         if self._chunk is not None:
             self._squares = self._chunk if self._squares is None else self._squares.add_(self._chunk)
             self._chunk = None
 
     def state(self) -> Arrays:
-        own = {} if self._squares is None else {"element_squares": self._squares.cpu()}
-        return {**super().state(), **own}
+        return {} if self._squares is None else {"element_squares": self._squares.cpu()}
 
     def restore(self, state: Arrays) -> None:
-        super().restore(state)
-        if "element_squares" in state:
-            self._squares = state["element_squares"].clone().to(self._sums.device)
+        self._squares = state["element_squares"].clone().to(self._sums.device)
 
     def merge(self, state: Arrays) -> None:
-        super().merge(state)
-        if "element_squares" in state:
-            squares = state["element_squares"].to(self._sums.device)
-            self._squares = squares.clone() if self._squares is None else self._squares + squares
+        squares = state["element_squares"].to(self._sums.device)
+        self._squares = squares.clone() if self._squares is None else self._squares + squares
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         n, flat = self._sums.count, self._sums.flat
         table: dict[str, list[Any]] = {
             name: [] for name in ("parameter", "numel", "signal", "noise", "signal_to_noise")
         }
-        for name, columns, squares, mean in zip(
-            flat.shapes, flat.columns.values(), self._sums.squares, self._sums.square_means, strict=True
-        ):
-            signal, noise = estimates(n, float(squares) / n, float(mean)) if n > 1 else (torch.nan, torch.nan)
+        whole = self._sums.mean
+        for (name, columns), squares in zip(flat.columns.items(), self._sums.squares, strict=True):
+            mean = float(whole[columns].square().sum())
+            signal, noise = estimates(n, float(squares) / n, mean) if n > 1 else (torch.nan, torch.nan)
             ratio = (
                 signal / noise
                 if noise > _ROUNDINGS * self._rounding[name] * float(squares) / max(n, 1)
@@ -248,9 +218,9 @@ class SignalToNoise(MeanGradientMeasure):
     def _by_element(self, n: int) -> dict[str, torch.Tensor]:
         """name -> [numel] float64, on the CPU."""
         assert self._squares is not None
-        result = {}
+        result, whole = {}, self._sums.mean
         for name, columns in self._sums.flat.columns.items():
-            squares, mean = self._squares[columns], self._sums.mean[columns]
+            squares, mean = self._squares[columns], whole[columns]
             variance = (squares - n * mean.square()) / (n - 1)
             significant = variance > _ROUNDINGS * self._rounding[name] * squares / n
             result[name] = ((mean.square() - variance / n) / variance).where(significant, torch.nan).cpu()
