@@ -91,7 +91,7 @@ def influence(
     """
     processes = OneProcess() if processes is None else processes
     run, warnings = Run.open(config.output, processes, progress, overwrite=overwrite), Warnings(progress)
-    require_searchable(config, matrix=matrix, part=False, processes=processes)
+    require_searchable(config, matrix=matrix, processes=processes)
     with run.clock("load"):
         setup, store = loaded(config, run, warnings)
     if not processes.leads:
@@ -235,7 +235,7 @@ class Scored:
     setup: without the rows that have no score. queries, training: the tables of the result. fit: the facts of
     the method at each checkpoint. unit: of a score. matrix: whether all scores become a file. tokens: see
     `token_pairs`. search: the facts of an approximate search. fitted: the method at each checkpoint, and own
-    [n] the self-influences, for the check of removals; neither of a run that was merged.
+    [n] the self-influences, for the check of removals.
     """
 
     setup: InfluenceSetup

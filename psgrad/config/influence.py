@@ -78,7 +78,7 @@ class IndexConfig(ConfigSection):
     """Folder of the index, relative to the current directory."""
     dimension: Annotated[int, Field(ge=1)] = 2048
     """Numbers stored for each gradient."""
-    projection: Literal["sparse", "rademacher", "gaussian", "two-sided", "none"] = "sparse"
+    projection: Literal["sparse", "two-sided", "none"] = "sparse"
     """How gradients are projected; none keeps them whole."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the projection."""

@@ -91,7 +91,7 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
     of_engine = {field.name: field.default for field in dataclasses.fields(IndexSpec)}
     of_config = {name: info.default for name, info in IndexConfig.model_fields.items() if name != "path"}
     assert of_config == of_engine
-    for projection in ("sparse", "rademacher", "gaussian", "two-sided", "none"):
+    for projection in ("sparse", "two-sided", "none"):
         for dtype in ("float64", "float32", "float16", "bfloat16"):
             options = {"projection": projection, "dtype": dtype}
             IndexSpec(**IndexConfig(path=Path("there"), **options).model_dump(exclude={"path"}))  # type: ignore[arg-type]

@@ -154,16 +154,6 @@ def binding(op: Op) -> Callable[..., Any]:
     return op._op
 
 
-def inductor(module: torch.fx.GraphModule, tensors: list[Any]) -> Callable[..., Any]:
-    """The module, compiled by PyTorch's compiler. It draws what PyTorch's own kernels draw.
-
-    The compiler takes seconds to import.
-    """
-    from torch._inductor import compile
-
-    return compile(module, tensors, options={"fallback_random": True})  # type: ignore[return-value]
-
-
 class DispatchMode(TorchDispatchMode):
     """A mode that PyTorch does not wrap against its compiler, which costs microseconds a call."""
 

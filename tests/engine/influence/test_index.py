@@ -81,7 +81,7 @@ def test_index_of_materialised_gradients_equals_method(tmp_path: Path, method: M
     torch.testing.assert_close(by_index(method, store, queries), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "rademacher", "gaussian", "two-sided"])
+@pytest.mark.parametrize("kind", ["sparse", "two-sided"])
 @pytest.mark.parametrize("method", [TRAK, ProjectedInfluence])
 def test_index_of_projections_equals_method(tmp_path: Path, method: Any, kind: Any) -> None:
     # over two checkpoints, each with its projection

@@ -9,13 +9,13 @@ from typing import Literal
 
 import torch
 
-from psgrad.engine.gradients import Gaussian, PerSampleGradients, Projection, Rademacher, Sparse, TwoSided
+from psgrad.engine.gradients import PerSampleGradients, Projection, Sparse, TwoSided
 from psgrad.engine.gradients.flat import Flat
 from psgrad.errors import ConfigError, InfluenceError
 
 Columns = slice | list[int]
-Kind = Literal["none", "sparse", "rademacher", "gaussian", "two-sided"]
-KINDS = ("none", "sparse", "rademacher", "gaussian", "two-sided")
+Kind = Literal["none", "sparse", "two-sided"]
+KINDS = ("none", "sparse", "two-sided")
 
 
 class Projector:
@@ -54,12 +54,8 @@ class Projector:
         self.projection: Projection | None = None
         if kind != "none" and width < self.flat.size:
             own = seed_of(seed, number)
-            self.projection = {
-                "sparse": lambda: Sparse(dimension, seed=own),
-                "rademacher": lambda: Rademacher(dimension, seed=own),
-                "gaussian": lambda: Gaussian(dimension, seed=own),
-                "two-sided": lambda: TwoSided(side, side, seed=own),
-            }[kind]()
+            is_sparse = kind == "sparse"
+            self.projection = Sparse(dimension, own) if is_sparse else TwoSided(side, side, own)
         self.width = self.flat.size if self.projection is None else width
         self.noise = 0.0 if self.projection is None else dimension**-0.5
         if isinstance(self.projection, TwoSided):
