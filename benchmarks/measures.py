@@ -120,7 +120,9 @@ def kinds(problem: Digits, names: Sequence[str]) -> dict[str, list[str]]:
     for name in names:
         measure = own_classes(MEASURES)[name]()
         try:
-            measure.prepare(problem.setting(measure.summary))
+            setting = problem.setting(measure.summary)
+            MeanGradient().prepare(setting)
+            measure.prepare(setting)
             own = bool(measure.passes()) or name in AFTERWARDS
         except MeasureError:
             found["checkpoints"].append(name)

@@ -89,7 +89,7 @@ AGAIN = "needs_second_pass = True\n\ndef columns_again(self, gradients):\n    "
         ("def columns(self, gradients):\n    raise SystemExit(0)", "Mine raised SystemExit"),
         ("def __post_init__(self):\n    raise RuntimeError('no')", "Mine raised RuntimeError: no"),
         (AGAIN + "raise OSError('gone')", "in columns_again"),
-        (AGAIN + "return {'margin': gradients.losses}", "its second pass"),
+        (AGAIN + "return {'margin': gradients.losses}", "the pass samples-again"),
         ("def state(self):\n    return {'a': 1}", "Mine returned int as a in state"),
         ("name = 'margin'", "Mine calls itself margin"),
         ("name = '../up'", "Mine calls itself '../up'"),

@@ -47,6 +47,7 @@ class MeanGradient(Measure):
     source: ClassVar[str] = "none: cosine_to_mean, noise_scale and others use it"
     cost: ClassVar[str] = "a sum, a tenth of the pass; with inner products a second pass over the gradients"
     needs_factors = True
+    is_shown: ClassVar[bool] = False
 
     def prepare(self, setting: Setting) -> None:
         examples = setting.examples

@@ -120,7 +120,8 @@ class Measure:
         formula in plain text. meanings: column -> its description, with its unit. In these and in `unit`,
         {loss} stands for the unit of the loss that is used. needs: names of measures whose columns this
         one's `gather` reads. needs_factors: whether it uses more than norms, losses and aux of a chunk.
-        needs_second_pass: whether it takes part in the second pass.
+        needs_second_pass: whether it takes part in the second pass. is_shown: whether results and pages have
+        it; False for one that only serves the measures that need it.
     """
 
     name: ClassVar[str] = ""
@@ -133,6 +134,7 @@ class Measure:
     needs: ClassVar[tuple[str, ...]] = ()
     needs_factors: bool = False
     needs_second_pass: bool = False
+    is_shown: ClassVar[bool] = True
 
     def prepare(self, setting: Setting) -> None:
         """Called first. Raises MeasureError if the measure is not defined here (a measure of classes, and the
