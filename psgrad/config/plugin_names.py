@@ -46,7 +46,6 @@ OWN: dict[Group, dict[str, str]] = {
         "vog": "psgrad.engine.measures.builtin.vog:VoG",
     },
     "methods": {
-        "datainf": "psgrad.engine.influence.methods.datainf:DataInf",
         "ekfac": "psgrad.engine.influence.methods.ekfac:EKFAC",
         "gradient_cosine": "psgrad.engine.influence.methods.gradient_products:GradientCosine",
         "gradient_dot": "psgrad.engine.influence.methods.gradient_products:GradientDot",

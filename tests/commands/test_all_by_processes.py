@@ -139,7 +139,6 @@ INFLUENCE: dict[str, dict[str, Any]] = {
         for solver in ("exact", "dual", "conjugate_gradient")
     },
     "sampled": {"name": "influence", "curvature": "sampled", "damping": 0.5},
-    "datainf": {"name": "datainf", "damping": 0.1},
     **{name: {"name": name} for name in ("gradient_dot", "gradient_cosine", "tracin", "source")},
     **{name: {"name": name, "dimension": 8} for name in ("projected_influence", "trak")},
 }
