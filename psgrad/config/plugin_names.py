@@ -41,7 +41,6 @@ OWN: dict[Group, dict[str, str]] = {
         "signal_to_noise": "psgrad.engine.measures.builtin.directions:SignalToNoise",
         "smooth_grad": "psgrad.engine.measures.builtin.input_attribution:SmoothGrad",
         "token_loss": "psgrad.engine.measures.builtin.token_losses:TokenLoss",
-        "token_share": "psgrad.engine.measures.builtin.token_losses:TokenShare",
         "trajectory": "psgrad.engine.measures.builtin.over_checkpoints:Trajectory",
         "vog": "psgrad.engine.measures.builtin.vog:VoG",
     },

@@ -27,7 +27,7 @@ SWEPT = pytest.mark.sweep
 
 CHECKPOINTS = ["first.safetensors", "second.safetensors", "third.safetensors"]
 OF_CHECKPOINTS = ["trajectory", "grand", "el2n_over_checkpoints", "forgetting", "vog", "moments"]
-OF_TOKENS = ["token_loss", "token_share"]
+OF_TOKENS = ["token_loss"]
 TWICE = ["cosine_to_mean", "cosine_to_class_mean", "loo_mean_change"]
 OF_A_MODEL = sorted({*own_classes(MEASURES)} - {*OF_CHECKPOINTS, *OF_TOKENS})
 TOKENS = """

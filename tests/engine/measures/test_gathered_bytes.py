@@ -29,7 +29,7 @@ HISTOGRAMS = "relative_norm"
 # They need several checkpoints or tokens, which these samples do not have; none of them gathers.
 NOT_HERE = {
     *("el2n_over_checkpoints", "forgetting", "grand", "moments", "trajectory", "vog"),
-    *("token_loss", "token_share"),
+    "token_loss",
 }
 
 
