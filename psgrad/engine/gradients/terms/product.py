@@ -159,9 +159,6 @@ class Product(Term):
     def positions(self) -> int | None:
         return self.left.shape[2]
 
-    def position_products(self, value: torch.Tensor) -> torch.Tensor:
-        return (torch.matmul(self.left, value) * self.right).sum((1, 3))
-
     def position_square_norms(self) -> torch.Tensor:
         left, right = (torch.linalg.vector_norm(f.double(), dim=3) for f in self.factors)
         return (left * right).square_().sum((1, 2))

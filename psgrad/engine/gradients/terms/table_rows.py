@@ -151,10 +151,6 @@ class Rows(Term):
     def positions(self) -> int | None:
         return self.index.shape[1]
 
-    def position_products(self, value: torch.Tensor) -> torch.Tensor:
-        columns = self.rows.shape[2]
-        return (self.rows * value.gather(1, self.index.unsqueeze(2).expand(-1, -1, columns))).sum(2)
-
     def position_square_norms(self) -> torch.Tensor:
         return torch.linalg.vector_norm(self.rows, dim=(1, 2), dtype=torch.float64).square_()
 

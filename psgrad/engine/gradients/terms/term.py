@@ -282,10 +282,6 @@ class Term(ABC):
         """
         return None
 
-    def position_products(self, value: torch.Tensor) -> torch.Tensor:
-        """[n, t]: the inner product of each position's contribution with a value [n, *shape]."""
-        raise NotImplementedError
-
     def position_square_norms(self) -> torch.Tensor:
         """[n] float64: the sum over positions of the squared norms of their contributions."""
         raise NotImplementedError
