@@ -157,7 +157,7 @@ def test_a_prefix_that_is_said() -> None:
 def test_a_folder_of_sharded_training_is_refused_with_the_converter(name: str, tmp_path: Path) -> None:
     (tmp_path / "step-4").mkdir()
     (tmp_path / "step-4" / name).touch()
-    with pytest.raises(ConfigError, match="make one file of it by .*(dcp_to_torch|zero_to_fp32)"):
+    with pytest.raises(ConfigError, match=r"make one file of it by .*(dcp_to_torch|zero_to_fp32)"):
         require_checkpoint(tmp_path / "step-4")
 
 
