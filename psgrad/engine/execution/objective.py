@@ -197,8 +197,6 @@ class Objective:
             value,
             "the loss",
             "sample",
-            expected="one number per sample: a tensor of shape ()",
-            cause="the loss does not reduce over the sample's own axes, or returns more than the loss",
             hint="end the loss with .mean() or .sum(); it sees one sample, without a batch axis",
         )
         if not value.dtype.is_floating_point:
@@ -213,15 +211,13 @@ class Objective:
         return value, self.summary(output, target) if self.summary is not None else {}
 
 
-def require_number(value: Any, function: str, row: str, **parts: str) -> None:
-    """Raises LossError unless `value`, which a function returned for one row, is a tensor of shape (); parts:
-    the other sentences of the error.
-    """
-    if not isinstance(value, torch.Tensor):
-        raise LossError(f"{function} returned {type(value).__name__} for one {row}", **parts)
-    if value.dim():
-        shape = tuple(value.shape)
-        raise LossError(f"{function} returned a tensor of shape {shape} for one {row}", **parts)
+def require_number(value: Any, function: str, row: str, hint: str) -> None:
+    """Raises LossError unless `value`, which a function returned for one row, is a tensor of shape ()."""
+    got = type(value).__name__ if not isinstance(value, torch.Tensor) else None
+    if isinstance(value, torch.Tensor) and value.dim():
+        got = f"a tensor of shape {tuple(value.shape)}"
+    if got is not None:
+        raise LossError(f"{function} returned {got} for one {row}; expected one number", hint=hint)
 
 
 def first(output: Any) -> Any:
