@@ -205,7 +205,6 @@ def of_classes(recipe: Recipe) -> list[Row]:
     """Methods for a classifier with few outputs."""
     decay = recipe.weight_decay
     exact, factored = Influence(weight_decay=decay), EKFAC(weight_decay=decay)
-    stepped = replace(exact, solver="conjugate_gradient", preconditioner="ekfac", iterations=2)
     return [
         Row("influence, final model", exact, 1, "last"),
         Row("influence, final model, margin", exact, 1, "last", "margin"),
@@ -218,7 +217,6 @@ def of_classes(recipe: Recipe) -> list[Row]:
         Row("influence, one run's five checkpoints", exact, 1, "half"),
         Row("influence, three runs x ten checkpoints", exact, LONG_RUNS, "all"),
         *of_sampled_rows(decay),
-        Row("influence by two steps after ekfac, ten checkpoints", stepped, 1, "all"),
         *of_factors(factored),
         Row("source, ten checkpoints", Source(weight_decay=decay, momentum=recipe.momentum), 1, "all"),
         Row("trak, final model", TRAK(), 1, "last"),

@@ -327,8 +327,8 @@ class Passes:
         return state
 
     def _restore(self, measures: Sequence[Measure], state: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        tokens, longest, by_factors = state[_POSITIONS].tolist() if _POSITIONS in state else (None, 0, 0)
-        positions = None if tokens is None else (tokens, longest, by_factors)
+        tokens, longest = state[_POSITIONS].tolist() if _POSITIONS in state else (None, 0)
+        positions = None if tokens is None else (tokens, longest)
         self.stream.fix_chunk_size(int(state[_CHUNK_SIZE]), positions)
         for measure, own in _by_measure(measures, _as_torch(state)):
             measure.restore(own)

@@ -47,7 +47,7 @@ from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.index.build import from_index
 from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.ranking import divisor, joined_self
-from psgrad.engine.influence.solvers.solver_costs import solved_products
+from psgrad.engine.influence.solvers.choice import solved_products
 from psgrad.reports.words import duration
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged
@@ -137,8 +137,7 @@ def manifest_for(setup: InfluenceSetup) -> RunManifest:
     """manifest.json at the beginning, with the self-check, which runs now. Raises SelfCheckError."""
     run, wanted = setup.run, setup.run.config.influence
     check = run.self_check(setup.views[0].training.stream)
-    training = {} if wanted.training is None else wanted.training.code
-    specs = [wanted.method.name, wanted.measurement.name, *training.values()]
+    specs = [wanted.method.name, wanted.measurement.name]
     return replace(describe_run("influence", run, check, specs), influence=described(setup))
 
 

@@ -118,8 +118,7 @@ class Setup(Loaded):
             "scales_losses": self.autocast == torch.float16,
             "model_size": ModelSize.of(self.model),
             "randomness": self.randomness,
-            "capture": "off" if engine.capture == "off" else "auto",
-            "compile": "inductor" if engine.capture == "inductor" else "none",
+            "capture": engine.capture,
             "counts": self.counts,
             "say": say,
         }

@@ -86,7 +86,6 @@ class EngineConfig(ConfigSection):
 
     not_taken: ClassVar[Mapping[str, str]] = {
         "tokens_per_chunk": "set engine.memory, which bounds rows of any length",
-        "compile": "set engine.capture: inductor",
     }
 
     device: str = "auto"
@@ -119,10 +118,8 @@ class EngineConfig(ConfigSection):
     """
     verify: Annotated[int, Field(ge=0)] = 3
     """Rows whose gradient is checked against a plain one-sample gradient; 0 for none."""
-    capture: Literal["auto", "off", "inductor"] = "auto"
-    """Whether a chunk's kernels are recorded once and replayed: off for models that change from row to row;
-    inductor compiles what was recorded.
-    """
+    capture: Literal["auto", "off"] = "auto"
+    """Whether a chunk's kernels are recorded once and replayed: off for models that change by row."""
 
     @model_validator(mode="after")
     def _memory_sizes_automatic_chunks(self) -> EngineConfig:

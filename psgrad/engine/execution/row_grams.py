@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from psgrad.engine.execution.chunk_plan import factor_bytes
+from psgrad.engine.execution.chunk_memory import factor_bytes
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import OutputRows
 from psgrad.engine.gradients import PerSampleGradients

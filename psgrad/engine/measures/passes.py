@@ -200,7 +200,6 @@ def row_pass(examples: Examples, ask: Ask, chunk_size: int, rows: range) -> Iter
         "chunk_size": chunk_size,
         "memory": None,
         "capture": "off",
-        "compile": "none",
         "counts": None,  # they are not the run's chunks
     }
     loss = _WithoutRows(objective)

@@ -305,15 +305,6 @@ class Mapped:
         return result
 
 
-def pair_of(value: Any, source: str, expected: str) -> tuple[Any, Any]:
-    """What a rule of the user returned, which must be a pair. source: the rule, for the error."""
-    if not (isinstance(value, tuple) and len(value) == 2):
-        raise TransformError(
-            f"{source} returned a {kind_of(value)}{diagnostics.where()}; expected a pair: {expected}"
-        )
-    return value
-
-
 def kind_of(value: Any) -> str:
     """The type of a value, for error messages."""
     return "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -54,7 +54,6 @@ def _refusal(error: ImportError | AttributeError) -> TransformError:
 
 
 try:
-    from torch import _int_mm as int8_product  # of matrices of 8-bit numbers, exact in 32 bits
     from torch._C import (
         DisableTorchFunction,  # guard: the operators inside are not shown to __torch_function__ modes
         DispatchKey,  # the layers of the dispatcher
@@ -153,16 +152,6 @@ def binding(op: Op) -> Callable[..., Any]:
         if (function := getattr(functions, name, None)) is not None:
             return function  # type: ignore[no-any-return]
     return op._op
-
-
-def inductor(module: torch.fx.GraphModule, tensors: list[Any]) -> Callable[..., Any]:
-    """The module, compiled by PyTorch's compiler. It draws what PyTorch's own kernels draw.
-
-    The compiler takes seconds to import.
-    """
-    from torch._inductor import compile
-
-    return compile(module, tensors, options={"fallback_random": True})  # type: ignore[return-value]
 
 
 class DispatchMode(TorchDispatchMode):

@@ -33,8 +33,8 @@ def read_only(values: Iterable[Any]) -> Iterator[None]:
             if isinstance(target, torch.Tensor) and memory_of(target) in memories:
                 refuse_mutation(
                     op,
-                    "an argument of a function with a derivative of its own (custom_vjp, checkpoint,"
-                    " autograd.Function), or a cotangent",
+                    "an argument of a function with a derivative of its own (checkpoint, autograd.Function),"
+                    " or a cotangent",
                     "the function's derivative is computed with the same tensor",
                 )
 

@@ -115,7 +115,7 @@ def _overload(op: Any) -> Op:
     if not isinstance(op, Op):
         raise TransformError(
             f"register_rule was given a {type(op).__name__}; expected an operator, such as torch.ops.mine.f",
-            hint="for a Python function use custom_vjp, custom_jvp or custom_vmap",
+            hint="for a Python function write a torch.autograd.Function",
         )
     return op
 

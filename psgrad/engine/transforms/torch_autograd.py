@@ -44,7 +44,7 @@ def _refuse_hooks(hook: Any, function: Any, tensors: Any) -> None:
             f"a backward hook of a module inside the transformed function{diagnostics.where()}",
             hint=(
                 "the hook may change the gradient, and would not run; remove the hook, or write its"
-                " change of the gradient as a custom_vjp"
+                " change of the gradient as a torch.autograd.Function"
             ),
         )
 

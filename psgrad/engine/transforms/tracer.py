@@ -118,7 +118,7 @@ class Tracer(torch.Tensor):
             f"a hook on a traced tensor{diagnostics.where()}",
             hint=(
                 "PyTorch's autograd records nothing inside a transform, so it would never call the"
-                " hook; write the hook's change of the gradient as a custom_vjp"
+                " hook; write the hook's change of the gradient as a torch.autograd.Function"
             ),
         )
 

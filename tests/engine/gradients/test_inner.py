@@ -296,6 +296,15 @@ def test_inner_products_positions_of_unlike_magnitude(way: str, size: float) -> 
 
 
 @pytest.mark.parametrize("way", [GRAM, VALUES])
+@pytest.mark.parametrize("size", [1e-14, 1e14])
+@pytest.mark.parametrize("positions", [1, 3])
+def test_inner_products_both_factors_far_from_one(way: str, size: float, positions: int) -> None:
+    term = (Product(size * torch.randn(4, 1, positions, 5), size * torch.randn(4, 1, positions, 6)),)
+    with in_way(way):
+        assert error(gradients_of(term, (5, 6)).gram(), term, term) <= 1e-5
+
+
+@pytest.mark.parametrize("way", [GRAM, VALUES])
 @pytest.mark.parametrize(("rest", "most"), [(0.3, 1e-5), (1e-2, 1e-5), (1e-4, 1e-3)])
 @pytest.mark.parametrize("positions", [2, 40])
 def test_inner_products_cancelling_positions(way: str, rest: float, most: float, positions: int) -> None:

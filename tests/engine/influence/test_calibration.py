@@ -219,7 +219,7 @@ def test_calibration_affine_model_of_many_outputs_has_scores_by_default() -> Non
     with pytest.raises(
         InfluenceError, match="the leverage correction takes the output's 200 numbers one by one"
     ):
-        fit(Influence(weight_decay=0.1, leverage=True, solver="conjugate_gradient"), training)
+        fit(Influence(weight_decay=0.1, leverage=True), training)
 
 
 def test_calibration_units_of_methods() -> None:

@@ -115,25 +115,6 @@ def test_datainf_self_influence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(norms.cpu(), prepared.norm(dim=1).cpu(), rtol=1e-10, atol=0)
 
 
-def test_datainf_damping_again_equals_fit() -> None:
-    training, queries = problem()
-    method = fitted(training)
-    before = matrix_of(method, queries)[""]
-    for options, same in (
-        ({"damping": 0.3}, {"damping": 0.3}),
-        ({"relative": 0.5}, {"relative_damping": 0.5}),
-    ):
-        again = method.with_damping(**options)  # type: ignore[arg-type]
-        assert torch.allclose(
-            matrix_of(again, queries)[""],
-            matrix_of(fitted(training, **same), queries)[""],
-            rtol=1e-10,
-            atol=1e-13,
-        )
-        assert again.facts["damping"] == pytest.approx(fitted(training, **same).facts["damping"], rel=1e-12)
-    assert torch.allclose(matrix_of(method, queries)[""], before, rtol=1e-12, atol=1e-14)
-
-
 def test_datainf_zero_damping_refused() -> None:
     training, _ = problem()
     with pytest.raises(InfluenceError, match=r"no inverse for 0\.weight(?s:.*)method\.damping: "):

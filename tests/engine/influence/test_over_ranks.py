@@ -52,7 +52,7 @@ FITS: dict[str, Method] = {
     "tracin": TracIn(),
     "source": Source(),
     "projected_influence": ProjectedInfluence(dimension=8),
-    "trak": TRAK(dimension=8, projection="gaussian"),
+    "trak": TRAK(dimension=8, projection="sparse"),
 }
 
 

@@ -1003,7 +1003,7 @@ STRICTER: dict[str, tuple[Program, str]] = {
     ),
     "a hook inside": (
         lambda tf: tf.grad(lambda x: (lambda y: (y.register_hook(lambda g: g * 2), y.sum())[1])(x * 1))(X),
-        "PyTorch's autograd would call it, which is not at work; custom_vjp changes a gradient on its way",
+        "PyTorch's autograd would call it, which is not at work; an autograd.Function changes a gradient",
     ),
     "autograd inside": (
         lambda tf: tf.grad(lambda x: torch.autograd.grad(x.square().sum(), x)[0].sum())(X),

@@ -175,11 +175,6 @@ def memory_has_one_key() -> bool:
     return bool(keys[0] == keys[1] != keys[2])
 
 
-def int8_product_is_in_32_bits() -> bool:
-    rows = torch.full((17, 24), 3, dtype=torch.int8)
-    return bool(private.int8_product(rows, rows.t()).equal(torch.full((17, 17), 216, dtype=torch.int32)))
-
-
 def load_hooks_are_listed() -> bool:
     layer = nn.Linear(1, 1)
     before = len(private.load_hooks(layer))
@@ -282,7 +277,6 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "module_store": module_keeps_what_is_in_its_stores,
     "load_method": lambda: private.load_method(nn.Linear) is private.load_method(nn.Module),
     "load_hooks": load_hooks_are_listed,
-    "int8_product": int8_product_is_in_32_bits,
     "forward_ad": forward_mode_is_seen,
     "SingleLevelFunction": lambda: private.SingleLevelFunction in torch.autograd.Function.__mro__,
     "Function": lambda: private.Function is torch.autograd.Function,

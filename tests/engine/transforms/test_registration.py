@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "PyTorch has no operator of this name",
     ),
     "several overloads": (lambda: register_rule(torch.ops.aten.add, constant=True), "has the overloads"),
-    "a function": (lambda: register_rule(plain, constant=True), "custom_vjp"),
+    "a function": (lambda: register_rule(plain, constant=True), "autograd.Function"),
     "in place": (lambda: register_rule(torch.ops.aten.add_.Tensor, constant=True), "writes into an argument"),
     "ruled already": (
         lambda: register_rule(torch.ops.aten.sin.default, vjp={0: VJP["x"]}),

@@ -12,16 +12,13 @@ from psgrad.engine.gradients.costs import Cost, Machine, norm_order_costs
 from psgrad.engine.gradients.layout import Slice
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.terms.numerics import (
-    OF_ZERO,
     Workspace,
     accumulating,
     accumulating_dtype,
     block_bytes,
     blocks,
-    exponent,
     norms_at_least,
     of_one_dtype,
-    power_of_two,
     sum_of_products,
     times_shared,
 )
@@ -171,17 +168,6 @@ class Product(Term):
     def position_square_norms(self) -> torch.Tensor:
         left, right = (torch.linalg.vector_norm(f.double(), dim=3) for f in self.factors)
         return (left * right).square_().sum((1, 2))
-
-    def exponents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        (left, left_finite), (right, right_finite) = exponent(self.left), exponent(self.right)
-        return left, right, (left_finite & right_finite).flatten(1).all(1)
-
-    def spread(self, first: torch.Tensor, second: torch.Tensor, target: torch.Tensor) -> Product:
-        total = (first + second).clamp(min=OF_ZERO) - target[:, None, None]
-        half = torch.div(total, 2, rounding_mode="floor")
-        left = power_of_two(half - first, self.dtype).masked_fill_(first == OF_ZERO, 0)
-        right = power_of_two(total - half - second, self.dtype).masked_fill_(second == OF_ZERO, 0)
-        return Product(self.left * left.unsqueeze(3), self.right * right.unsqueeze(3))
 
     def tile_products(self, other: Term) -> torch.Tensor | None:
         if not isinstance(other, Product):

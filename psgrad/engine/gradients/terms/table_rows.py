@@ -15,10 +15,8 @@ from psgrad.engine.gradients.terms.numerics import (
     accumulating_dtype,
     block_bytes,
     blocks,
-    exponent,
     norms_at_least,
     of_one_dtype,
-    power_of_two,
     square_norm,
     sum_of_products,
 )
@@ -166,15 +164,6 @@ class Rows(Term):
 
     def position_square_norms(self) -> torch.Tensor:
         return torch.linalg.vector_norm(self.rows, dim=(1, 2), dtype=torch.float64).square_()
-
-    def exponents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, finite = exponent(self.rows)
-        return rows, torch.zeros_like(rows), finite.all(1)
-
-    def spread(self, first: torch.Tensor, second: torch.Tensor, target: torch.Tensor) -> Rows:
-        if not bool(target.any()):
-            return self
-        return replace(self, rows=self.rows * power_of_two(-target, self.dtype)[:, None, None])
 
     def tile_products(self, other: Term) -> torch.Tensor | None:
         if isinstance(other, Rows):

@@ -291,20 +291,6 @@ class Term(ABC):
         """[n] float64: the sum over positions of the squared norms of their contributions."""
         raise NotImplementedError
 
-    def exponents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The power of two just above the largest number of both factors at each position ([n, g, t], or [n,
-        t] where there are no groups), and whether all of a sample's numbers are finite, [n].
-        """
-        raise NotImplementedError
-
-    def spread(self, first: torch.Tensor, second: torch.Tensor, target: torch.Tensor) -> Term:
-        """The term times 2^-target [n], with the remaining exponent of each position divided evenly between
-        its two factors.
-
-        first, second: what `exponents` returned.
-        """
-        raise NotImplementedError
-
     def tile_products(self, other: Term) -> torch.Tensor | None:
         """[n, m]: the inner products of all n samples with all m of the other term, or None if `other` has
         the method for this pair.

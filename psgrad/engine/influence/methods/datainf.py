@@ -13,7 +13,7 @@ from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.influence.amounts import is_affine
-from psgrad.engine.influence.leverage import Damping, default_damping
+from psgrad.engine.influence.damping import Damping, default_damping
 from psgrad.engine.influence.method import (
     RELATIVE,
     Checkpoint,
@@ -90,13 +90,6 @@ class MeanOfInverses(Preconditioned):
         for name, value in self.added.items():
             _assert_invertible(name, value, mean_squares[name])
         self.facts = {"damping": self.damping, "mean_eigenvalue": mean_squares}
-
-    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> MeanOfInverses:
-        """This inverse with another damping: an absolute one, or one relative to each parameter's mean
-        eigenvalue.
-        """
-        chosen = Damping(damping) if relative is None else Damping(damping, relative)
-        return MeanOfInverses(self.training, self.mean_squares, self.weight_decay, chosen)
 
     def precondition(self, vectors: Vectors) -> Vectors:
         prepared = as_gradients(vectors)
