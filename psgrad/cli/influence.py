@@ -29,7 +29,7 @@ from psgrad.cli.processes import ProcessesOption, in_a_group, require_free, requ
 from psgrad.cli.progress import ProgressOption, ProgressStyle
 
 if TYPE_CHECKING:
-    from psgrad.run.results import InfluenceResult
+    from psgrad.run.results.influence import InfluenceResult
 
 
 class EvaluationKind(StrEnum):

@@ -27,7 +27,7 @@ from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.per_sample import BatchPass, per_sample_square_norms
 from psgrad.ragged import Block
-from psgrad.run.results import ParameterPlan, PlanResult
+from psgrad.run.results.plan import ParameterPlan, PlanResult
 from psgrad.user_code import with_code_beside
 
 # Rows of the chunk for which moved weights are counted.
