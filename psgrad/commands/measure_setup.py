@@ -95,7 +95,7 @@ class OwnMeasure(Measure):
         self._asked("merge", state)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        found = self._asked("gather", rows)
+        found: Gathered = self._asked("gather", rows)
         with self._errors_in("gather"):  # what no file of the run can hold is found now
             json.dumps(dict(found.numbers))
             for table in found.tables.values():

@@ -48,8 +48,8 @@ def plan(config: Config, *, say: Callable[[str], None] = lambda _: None) -> Plan
     stream = run.stream(say)
     found = replace(
         plan_run(stream, len(run.samples)),
-        parameters_live=run.residence.where,
-        parameters_reason=run.residence.why,
+        parameters_live=run.placement.where,
+        parameters_reason=run.placement.why,
         recomputed=run.recompute.modules if run.recompute is not None and run.recompute.on else [],
     )
     if run.supply is None:

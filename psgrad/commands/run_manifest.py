@@ -86,7 +86,7 @@ def describe_run(
             device,
             config.engine.dtype,
             torch.get_num_threads(),
-            None if run.supply is None else run.residence.where,
+            None if run.supply is None else run.placement.where,
             run.recompute.modules if run.recompute is not None and run.recompute.on else None,
         ),
         self_check=(
@@ -159,13 +159,3 @@ def facts_of_all(
             for rank in each
         ],
     }
-
-
-def words_for(ranks: dict[str, Any]) -> list[str]:
-    """A line for each process, for `-v`."""
-    return [
-        f"rank {each['rank']} on {each['host']}: "
-        + ("" if each["rows"] is None else f"{each['rows']:,} rows in ")
-        + f"{each['seconds']:.1f} s, waited {each['waited']:.1f} s"
-        for each in ranks["each"]
-    ]
