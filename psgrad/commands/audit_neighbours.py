@@ -28,7 +28,7 @@ from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.engine.privacy.unchanged import BitSums, Unchanged, has_bits
 from psgrad.errors import DataError
 from psgrad.ragged import Block
-from psgrad.run.results import NeighbourPair
+from psgrad.run.results.privacy import NeighbourPair
 
 # The largest batch: neighbours differ by one record in any batch.
 _MOST_RECORDS = 256

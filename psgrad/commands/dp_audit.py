@@ -30,9 +30,10 @@ from psgrad.engine.privacy.audit import AuditedRun, Canaries, judge, play
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.errors import ConfigError
 from psgrad.reports.audit import audit_content
-from psgrad.run import PrivateRunFolder
+from psgrad.run.private_runs import PrivateRunFolder
 from psgrad.run.progress import Clock
-from psgrad.run.results import DPAuditResult, NoiseAudit, Progress, Say
+from psgrad.run.results import Progress, Say
+from psgrad.run.results.privacy import DPAuditResult, NoiseAudit
 from psgrad.user_code import with_code_beside
 
 FILE = "audit.json"

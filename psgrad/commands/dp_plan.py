@@ -26,7 +26,7 @@ from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.step import sharing_with_count
 from psgrad.reports.privacy_plots import epsilon_by_multiplier
 from psgrad.run import RunFolder
-from psgrad.run.results import DPPlanResult, NoisePlan
+from psgrad.run.results.privacy import DPPlanResult, NoisePlan
 
 # The multipliers beside the config's own, as multiples of it.
 _AROUND = (0.5, 0.75, 1.5, 2.0)

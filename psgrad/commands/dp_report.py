@@ -19,8 +19,10 @@ from psgrad.engine.privacy.accounting.trade_off import (
 )
 from psgrad.errors import DataError
 from psgrad.reports.privacy_report import render
-from psgrad.run import Ledger, LedgerContent, RunFolder
+from psgrad.run import RunFolder
 from psgrad.run.folders import LEDGER, PUBLIC
+from psgrad.run.ledger import Ledger
+from psgrad.run.ledger_lines import LedgerContent
 from psgrad.run.results.privacy import STEP_KEYS, assumptions_of
 from psgrad.run.results.privacy_report import DPReport
 

@@ -38,10 +38,12 @@ from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining, make_optimizer
 from psgrad.errors import ConfigError, one_line
 from psgrad.reports.words import count
-from psgrad.run import Ledger, PrivateRunFolder
+from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import require_same_run
+from psgrad.run.private_runs import PrivateRunFolder
 from psgrad.run.progress import Clock, without_interrupts
-from psgrad.run.results import DPStepResult, Progress, Say
+from psgrad.run.results import Progress, Say
+from psgrad.run.results.privacy import DPStepResult
 from psgrad.user_code import with_code_beside
 
 

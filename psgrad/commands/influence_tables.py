@@ -27,8 +27,15 @@ from psgrad.errors import InfluenceError
 from psgrad.run import RunFolder
 from psgrad.run.folders import manifest_of
 from psgrad.run.gradient_index import GradientIndex
-from psgrad.run.results import InfluenceResult, Progress, Say
-from psgrad.run.results.influence import EVALUATION_FILE, QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, harmful_rows
+from psgrad.run.results import Progress, Say
+from psgrad.run.results.influence import (
+    EVALUATION_FILE,
+    QUERY_COLUMNS,
+    SIGN,
+    TRAINING_COLUMNS,
+    InfluenceResult,
+    harmful_rows,
+)
 from psgrad.run.results.manifest import InfluenceFacts, read_manifest
 from psgrad.wording import first_of
 

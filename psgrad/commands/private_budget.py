@@ -33,7 +33,7 @@ from psgrad.engine.privacy.refusals import require_small_delta
 from psgrad.errors import ConfigError, LedgerError, one_line
 from psgrad.reports.privacy import compact, epsilon
 from psgrad.reports.words import count
-from psgrad.run import Ledger
+from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import NOTE, LedgerLines
 from psgrad.run.results.privacy_report import BudgetResult, BudgetRun
 

@@ -11,9 +11,9 @@ from psgrad.commands.private_setup import PrivateSetup
 from psgrad.engine.privacy.accounting import StepEvent, event_of
 from psgrad.engine.privacy.individual import IndividualAccount, restored, shares_of
 from psgrad.engine.privacy.step import PrivateTraining
-from psgrad.run import Ledger, PrivateRunFolder
 from psgrad.run.folders import PRIVATE
-from psgrad.run.private_runs import PREFIX
+from psgrad.run.ledger import Ledger
+from psgrad.run.private_runs import PREFIX, PrivateRunFolder
 
 TABLE, _STATE = "individual_epsilon.parquet", "individual_moments.npz"
 

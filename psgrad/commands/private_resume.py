@@ -12,9 +12,10 @@ from psgrad.commands.private_setup import PrivateSetup
 from psgrad.commands.private_statement import software
 from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.run import Ledger, LedgerContent, PrivateRunFolder
 from psgrad.run.identity import WEIGHTS, lines_of
-from psgrad.run.ledger_lines import require_same_run
+from psgrad.run.ledger import Ledger
+from psgrad.run.ledger_lines import LedgerContent, require_same_run
+from psgrad.run.private_runs import PrivateRunFolder
 
 
 def require_known_form(before: LedgerContent) -> None:

@@ -29,7 +29,7 @@ from psgrad.engine.privacy.rounding import GRID_BITS, grid_of, residual_epsilon
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.reports.privacy import guarantee
-from psgrad.run import Ledger
+from psgrad.run.ledger import Ledger
 from psgrad.run.results.privacy import StepStatement, assumptions_of
 
 _STEP_FORMAT = 1

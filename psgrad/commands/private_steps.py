@@ -35,10 +35,11 @@ from psgrad.errors import DistributedError
 from psgrad.models.adapters import adapter_files
 from psgrad.reports.privacy import live_words
 from psgrad.reports.privacy_plots import write_plots
-from psgrad.run import Ledger, PrivateRunFolder
 from psgrad.run.folders import PRIVATE, PUBLIC
-from psgrad.run.private_runs import PREFIX
-from psgrad.run.results import STEP_COLUMNS, DPStepResult, Progress, Say
+from psgrad.run.ledger import Ledger
+from psgrad.run.private_runs import PREFIX, PrivateRunFolder
+from psgrad.run.results import Progress, Say
+from psgrad.run.results.privacy import STEP_COLUMNS, DPStepResult
 
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
 ADAPTER = "adapter"  # the folder of the adapters, where the model has some

@@ -22,10 +22,9 @@ from psgrad.data.sources.selection import (
     Rows,
     content_of,
     has_whole_rows,
-    hashes_of_files,
     whole_rows,
 )
-from psgrad.data.sources.source import data_files
+from psgrad.data.sources.source import data_files, hashes_of_files
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError, one_line
 from psgrad.run.durable_files import write_atomically
 from psgrad.run.finished import finished_manifest, require_there

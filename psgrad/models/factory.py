@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,18 +14,17 @@ from torch.nn.parameter import is_lazy
 
 from psgrad.config import ModelConfig, did_you_mean
 from psgrad.errors import ConfigError, ModelError
-from psgrad.models.adapters import Adapted, with_adapter
 from psgrad.models.checkpoint_files import StateDict, checkpoint_files, read_checkpoint, require_checkpoint
 from psgrad.models.checkpoints import load_into
-from psgrad.models.hub import library
-from psgrad.models.in_files import built_without_memory, tensors_in_files
 from psgrad.models.model_folders import SETTINGS, adapter_weights, weights_file
-from psgrad.models.pretrained import Pretrained, load_pretrained, pick_for
 from psgrad.models.quantised import require_frozen, require_whole
 from psgrad.run.identity import files_sha256
 from psgrad.run.results.manifest import ModelOrigin
 from psgrad.user_code import call_factory, module_of
 from psgrad.wording import first_line, first_of
+
+if TYPE_CHECKING:
+    from psgrad.models.pretrained import Pretrained
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,8 @@ def _in_files(config: ModelConfig, base: Path) -> LoadedModel | None:
     """The factory's model, its parameters in the checkpoint's files; None where they must be in memory."""
     if config.checkpoint is None or config.mode == "train":  # which draws after what the factory has drawn
         return None
+    from psgrad.models.in_files import built_without_memory, tensors_in_files
+
     tensors = tensors_in_files(base / config.checkpoint)
     model = None if tensors is None else built_without_memory(lambda: _built(config, base))
     if model is None or tensors is None:
@@ -153,6 +154,9 @@ def _from_pretrained(
 ) -> LoadedModel:
     """A pretrained model with its adapters. `narrow`: of a model with adapters nothing else is trained."""
     narrow = narrow and config.adapter is not None
+    from psgrad.models.adapters import Adapted, with_adapter
+    from psgrad.models.pretrained import load_pretrained, pick_for
+
     found = load_pretrained(config, base, narrow=narrow, allow_download=allow_download, in_files=in_files)
     adapted = Adapted(found.model)
     if config.adapter is not None:
@@ -257,6 +261,8 @@ def load_timm(config: ModelConfig) -> LoadedModel:
             "model.kwargs: pretrained would download weights, whatever they are today",
             hint="save them once with safetensors, and name the file in model.checkpoint",
         )
+    from psgrad.models.hub import library
+
     timm: Any = library("timm", extra="vision")
     if not timm.is_model(config.timm):
         raise ConfigError(

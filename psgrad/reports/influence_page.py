@@ -39,8 +39,8 @@ from psgrad.reports.pictures import excerpt, original_uri, picture_uri, shown_te
 from psgrad.reports.spans import spans_of
 from psgrad.reports.tables import Table
 from psgrad.reports.words import FACT_LIMIT, MISSING, brief, identifier, number, percent, plural
-from psgrad.run.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes
-from psgrad.run.results.influence import harmful_rows
+from psgrad.run.results import disagrees, has_classes
+from psgrad.run.results.influence import ALL_INDEX, SIGN, InfluenceResult, harmful_rows
 from psgrad.run.results.influence_details import Array, TokenPair, TokenText
 from psgrad.wording import listed_names
 

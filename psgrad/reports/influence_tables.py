@@ -11,7 +11,8 @@ from markupsafe import Markup
 from psgrad.reports.influence_words import Example, signed
 from psgrad.reports.tables import Table, TableColumn, Writer, column, number_column, table
 from psgrad.reports.words import MISSING, count, identifier, label, percent, shorten_middle
-from psgrad.run.results import ALL_INDEX, InfluenceResult, disagrees, has_classes
+from psgrad.run.results import disagrees, has_classes
+from psgrad.run.results.influence import ALL_INDEX, InfluenceResult
 from psgrad.run.results.influence_details import TokenPair
 
 MAX_ROWS = 20

@@ -20,13 +20,12 @@ from psgrad.reports.words import (
     number,
     percent,
 )
-from psgrad.run.results import (
+from psgrad.run.results import TopSample, disagrees
+from psgrad.run.results.influence import (
     ALL_INDEX,
     ALL_QUERIES,
     SIGN,
     InfluenceResult,
-    TopSample,
-    disagrees,
     pairs_of,
     shown_queries,
 )

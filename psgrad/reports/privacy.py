@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import MISSING, count, number
-from psgrad.run.results import DPPlanResult, DPStepResult
+from psgrad.run.results.privacy import DPPlanResult, DPStepResult
 from psgrad.run.results.privacy_report import BudgetResult, BudgetRun
 
 RELATIONS = {

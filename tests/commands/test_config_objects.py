@@ -133,14 +133,5 @@ def test_run_of_objects_is_judged_again_but_not_run_again(workplace: Workplace) 
         psgrad.analyze(again)
 
 
-def test_results_are_short_as_text_and_tables_in_notebooks(workplace: Workplace) -> None:
-    ids = np.array([f"<b>{row}" for row in range(ROWS)])
-    workplace.save(uid=ids)
-    run = psgrad.analyze(workplace.config, report=False)
-    assert len(repr(run)) < 1000
-    html = run._repr_html_()
-    assert "<caption>AnalyzeResult</caption>" in html
-    assert "grad_norm" in html or "fingerprint" in html
-    assert "<b>" not in html
-    assert "&lt;b&gt;0" in html
-    assert len(html) < 20_000
+def test_results_are_short_as_text(workplace: Workplace) -> None:
+    assert len(repr(psgrad.analyze(workplace.config, report=False))) < 1000

@@ -23,7 +23,7 @@ from psgrad.config import load_config
 from psgrad.engine.privacy.accounting.budgets import accounts_of, composed
 from psgrad.engine.privacy.generators import Generator
 from psgrad.errors import LedgerError
-from psgrad.run import Ledger
+from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun
 from tests.crashes import Go, Tell, kill_and_resume, points_of
 from tests.private_workplace import PrivateWorkplace, leave_out_slow_parts

@@ -29,7 +29,7 @@ from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.snapshot import Snapshot
 from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.errors import EXIT_RUNTIME, EXIT_TERMINATED, DataError
-from psgrad.run import Ledger
+from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun
 from tests.forked_ranks import EndedRank, Plant, die, run_ranks
 from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts

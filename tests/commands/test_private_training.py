@@ -25,7 +25,7 @@ from psgrad.commands import private_steps
 from psgrad.commands.private_steps import PrivateRun
 from psgrad.engine.privacy.clipping import MARGIN
 from psgrad.engine.privacy.rounding import residual_epsilon
-from psgrad.run.results import STEP_COLUMNS, STEP_KEYS
+from psgrad.run.results.privacy import STEP_COLUMNS, STEP_KEYS
 from tests.oracles import one_sample_gradients
 from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
 from tests.workplace import ROWS, Workplace
@@ -580,7 +580,7 @@ def test_a_failed_payment_releases_nothing(
     def full(descriptor: int, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    from psgrad.run import Ledger
+    from psgrad.run.ledger import Ledger
 
     append = Ledger.append
 

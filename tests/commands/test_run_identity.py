@@ -17,7 +17,8 @@ from psgrad.commands.influence import influence
 from psgrad.commands.influence_index import influence_index
 from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.errors import ConfigError, PsgradError
-from psgrad.run.results import DPStepResult, Progress
+from psgrad.run.results import Progress
+from psgrad.run.results.privacy import DPStepResult
 from tests.identity_workplace import CHANGES, Change, IdentityWorkplace
 from tests.private_workplace import PRIVACY
 

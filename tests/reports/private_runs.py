@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.run.results import STEP_COLUMNS, DPPlanResult, DPStepResult, NoisePlan
+from psgrad.run.results.privacy import STEP_COLUMNS, DPPlanResult, DPStepResult, NoisePlan
 
 
 def step(**changes: Any) -> dict[str, Any]:
