@@ -229,7 +229,7 @@ def test_txt_lines_are_the_rows_of_the_column_text(tmp_path: Path) -> None:
     [
         ('{"a": 1}', 'holds an object; expected a list of objects, or {"data": [...]} with one'),
         ("[1]", "data.json, entry 0 holds a number"),
-        ('{"x": 1}\n{"x": 2}', "an object in each line: name the file .jsonl"),
+        ('{"x": 1}\n{"x": 2}', "name the file .jsonl"),
         ('[{"x": 1}', "is no JSON: Expecting"),
     ],
 )
