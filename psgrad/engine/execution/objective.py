@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from psgrad.engine.execution.loss_scaling import START, scaled
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.transforms import vmap
 from psgrad.engine.transforms.functional import swapped, tied_slots
@@ -61,10 +60,9 @@ class Objective:
         summary: (output, target) to small tensors worth keeping (a prediction); the default keeps nothing.
         forward: how the model is called on its inputs.
         autocast: the type in which matrix products and convolutions run, torch.bfloat16 for mixed
-            precision, or torch.float16, with scaled losses (see loss_scaling.py):
-            model and criterion run under torch.autocast, which leaves delicate operators (softmax, norms,
-            losses) in float32. Parameters, and with them their gradients, stay what they are. None runs all
-            in the parameters' type.
+            precision: model and criterion run under torch.autocast, which leaves delicate operators (softmax,
+            norms, losses) in float32. Parameters, and with them their gradients, stay what they are. None
+            runs all in the parameters' type.
 
     Attributes:
         params: name -> parameter, those that require a gradient; each tensor once, under the first of its
@@ -181,13 +179,6 @@ class Objective:
         """(loss, summary) of one sample: inputs and target without a batch axis. A loss in half
         precision comes as float32.
         """
-        if self.autocast == torch.float16:
-            return scaled(self._loss, START)(params, inputs, target)
-        return self._loss(params, inputs, target)
-
-    def _loss(
-        self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
-    ) -> Any:
         with swapped(self._slots, params), self.precision():
             output = self.output(*[x.unsqueeze(0) for x in inputs])
             value = self.loss_of(
@@ -213,11 +204,11 @@ class Objective:
 
 def require_number(value: Any, function: str, row: str, hint: str) -> None:
     """Raises LossError unless `value`, which a function returned for one row, is a tensor of shape ()."""
-    got = type(value).__name__ if not isinstance(value, torch.Tensor) else None
-    if isinstance(value, torch.Tensor) and value.dim():
-        got = f"a tensor of shape {tuple(value.shape)}"
-    if got is not None:
-        raise LossError(f"{function} returned {got} for one {row}; expected one number", hint=hint)
+    if isinstance(value, torch.Tensor) and not value.dim():
+        return
+    is_tensor = isinstance(value, torch.Tensor)
+    what = f"a tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+    raise LossError(f"{function} returned {what} for one {row}; expected a tensor of shape ()", hint=hint)
 
 
 def first(output: Any) -> Any:
