@@ -18,12 +18,10 @@ from psgrad.commands.private_resume import (
     require_same_code,
     require_same_data,
     weights_note,
-    with_bound_of,
 )
 from psgrad.commands.private_setup import (
-    base_multiplier,
+    noise_multiplier,
     planned_events,
-    require_possible_steps,
     require_privacy,
     set_up_privately,
 )
@@ -34,6 +32,7 @@ from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.privacy.accounting import part_of
 from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.refusals import require_tail
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining, make_optimizer
 from psgrad.errors import ConfigError, one_line
@@ -103,15 +102,16 @@ def dp_step(
             lambda message: progress(Progress(taken, taken + asked, "steps", message, "step")),
             processes,
         )
-        base = privacy.noise.multiplier
-        if base is None:  # solved once: a run that goes on has it in its ledger
-            base = base_multiplier(privacy) if before is None else float(before.header["noise_multiplier"])
-        require_possible_steps(setup, base)
-        header = ledger_header(setup, base)
+        multiplier = privacy.noise.multiplier
+        if multiplier is None:  # solved once: a run that goes on has it in its ledger
+            known = None if before is None else float(before.header["noise_multiplier"])
+            multiplier = noise_multiplier(privacy) if known is None else known
+        require_tail([(multiplier, privacy.steps)], privacy.delta)
+        header = ledger_header(setup, multiplier)
         hashes = private_hashes(setup, uuid4().hex if before is None else before.header["run"])
         agree(setup, hashes, processes)
         budget = budget_of(setup, hashes["data"], hashes["run"])
-        ahead = part_of(planned_events(privacy, base), taken, asked)
+        ahead = part_of(planned_events(privacy, multiplier), taken, asked)
         if before is not None:
             require_same_budget(before.header, budget)
         if budget is not None:
@@ -130,7 +130,6 @@ def dp_step(
         was = require_same_data(folder, hashes)
         snapshot = last_snapshot(folder, before)
         if snapshot is not None:
-            setup = with_bound_of(setup, snapshot)
             snapshot.restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint))
         require_same_run(before.header, header, f"the ledger {folder.ledger}")
         require_same_code(folder, was, hashes)
@@ -148,14 +147,14 @@ def dp_step(
             setup.parameters,
             lambda records: summed.source(records, training.taken),
             len(setup.records),
-            **setup.step_arguments(base),
+            **setup.step_arguments(multiplier),
             optimizer=optimizer,
             generator=make_generator(seed=privacy.noise.seed, position=ledger.position),
             taken=taken,
         )
         saved = taken if snapshot is None else int(snapshot.metadata["step"])
         pay = ledger.append if budget is None else partial(budget.pay, ledger)
-        run = PrivateRun(setup, base, folder, ledger, training, taken - saved, pay)
+        run = PrivateRun(setup, multiplier, folder, ledger, training, taken - saved, pay)
         with clock("steps"):
             progress(Progress(taken, taken + asked, "steps", unit="step"))
             try:
@@ -165,7 +164,7 @@ def dp_step(
                             run.before_step()
                             drawn = training.draw()
                             clipped = training.clipped(drawn)
-                            run.pay(training.event())  # on the disk, before anything of it is released
+                            run.pay()  # on the disk, before anything of it is released
                             noisy = training.noised(clipped)
                             run.keep(noisy, last=not left)
                             training.update(noisy)

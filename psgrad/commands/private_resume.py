@@ -5,7 +5,6 @@ began with.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from psgrad.commands.private_setup import PrivateSetup
@@ -18,10 +17,9 @@ from psgrad.run.ledger_lines import require_same_run
 
 
 def require_known_form(before: LedgerContent) -> None:
-    """Raises ConfigError for the ledger of an older psgrad, whose run can't be known again, or had noise that
-    was not rounded.
-    """
-    if "run" not in before.header or any("noise_grid" not in line for line in before.steps):
+    """Raises ConfigError for the ledger of an older psgrad, whose steps may be others than those of now."""
+    dropped = before.header.keys() & {"schedule", "augmentation", "adaptive"}
+    if "run" not in before.header or dropped or any("noise_grid" not in line for line in before.steps):
         raise ConfigError(
             f"the run of {before.path} was begun by an older psgrad",
             hint="begin a run of its own with another --output; the ledger says what this one spent",
@@ -32,7 +30,7 @@ def private_hashes(setup: PrivateSetup, run: str) -> dict[str, Any]:
     """The values by which a run is recognised, its number first. It stays private: the data's hash tells
     whether a guess of all rows is right.
     """
-    augmentation, data = setup.privacy.augmentation, setup.run.config.data
+    data = setup.run.config.data
     restored = tensors_of(setup.run.model)
     return {
         "run": run,
@@ -42,7 +40,7 @@ def private_hashes(setup: PrivateSetup, run: str) -> dict[str, Any]:
         "data": setup.run.samples.content(),
         "columns": data.model_dump(mode="json", include={"inputs", "target", "id"})
         | ({} if data.class_names is None else {"class_names": data.class_names}),
-        **setup.run.hashes([] if augmentation is None else [augmentation.function]),
+        **setup.run.hashes(),
     }
 
 
@@ -138,10 +136,3 @@ def opened_ledger(
     note = {**own, "checkpoint_step": 0 if saved is None else saved["step"], "versions": software()}
     mark = saved and {key: saved[key] for key in ("ledger_position", "ledger_sha256")}
     return Ledger.resume(folder.ledger, note, expected=header, mark=mark, seen=before)
-
-
-def with_bound_of(setup: PrivateSetup, snapshot: Snapshot) -> PrivateSetup:
-    """The setup with an adaptive bound where the checkpoint left it."""
-    if setup.adaptive is None:
-        return setup
-    return replace(setup, adaptive=replace(setup.adaptive, bound=float(snapshot.metadata["bound"])))

@@ -198,7 +198,7 @@ def _make_plugins(config: Config, found: Validation) -> None:
 
 def _code_of(config: Config) -> dict[str, str]:
     """key -> module:callable, of the code that a config names besides factories and plugins."""
-    influence, privacy = config.influence, config.privacy
+    influence = config.influence
     named = {
         "loss": config.loss.name,
         "influence.measurement": influence.measurement.name,
@@ -206,8 +206,6 @@ def _code_of(config: Config) -> dict[str, str]:
     }
     if influence.training is not None:
         named |= {f"influence.training.{key}": spec for key, spec in influence.training.code.items()}
-    if privacy is not None and privacy.augmentation is not None:
-        named["privacy.augmentation"] = privacy.augmentation.function
     return {where: spec for where, spec in named.items() if spec is not None and is_callable_spec(spec)}
 
 

@@ -1,5 +1,5 @@
 """Coins: the random numbers of a private run besides its noise and its batches, as of dropout, noise layers
-and augmentations.
+and datasets that change their rows.
 
 Operators and user code draw from the generators of PyTorch, NumPy and Python. These are seeded from a secret
 stream for each chunk of records, so that coins are secret, and independent and identically distributed over
@@ -48,7 +48,7 @@ class Coins:
 
     Args:
         generator: gives the key, and coins are as secret as its numbers; None for a cryptographic one.
-        roots: the model, the loss, the dataset, an augmentation: generators of PyTorch, NumPy and Python in
+        roots: the model, the loss, the dataset: generators of PyTorch, NumPy and Python in
             their attributes are seeded with the global ones.
 
     Raises ModelError for a generator that can't be seeded.

@@ -11,14 +11,13 @@ from psgrad.engine.privacy.accounting.composition import (
 )
 from psgrad.engine.privacy.accounting.epsilon import Epsilon, epsilon_rdp
 from psgrad.engine.privacy.accounting.events import MECHANISM, Events, StepEvent, event_of, merged
-from psgrad.engine.privacy.accounting.noise_calibration import adaptive_multiplier, noise_multiplier_for
+from psgrad.engine.privacy.accounting.noise_calibration import noise_multiplier_for
 
 __all__ = [
     "MECHANISM",
     "Epsilon",
     "Events",
     "StepEvent",
-    "adaptive_multiplier",
     "curve_accountant",
     "epsilon_curve",
     "epsilon_pld",

@@ -94,7 +94,7 @@ def _composable(counts: Mapping[StepEvent, int]) -> tuple[dict[StepEvent, int], 
     """(the steps, few enough to be composed; the interval of their grid; a note of what was rounded)."""
     note, found = None, dict(counts)
     if len(counts) > _FEW:
-        found, note = rounded_down(gathered(counts))
+        found, note = rounded_down(counts)
     return found, interval_for(found), note
 
 
@@ -114,25 +114,6 @@ def delta_curve(events: Events, epsilons: np.ndarray) -> np.ndarray | None:
 def _composed(counts: tuple[tuple[StepEvent, int], ...], delta: float, interval: float) -> float:
     """`pld_epsilon`, once for the same numbers: a plan, its figure and its statement ask for the same."""
     return pld_epsilon(dict(counts), delta, interval)
-
-
-def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
-    """The steps, with all those that use every record as one step: Gaussians over the whole dataset compose
-    to one with less noise, of multiplier (sum of z^-2)^(-1/2).
-    """
-    plain = {
-        event: steps
-        for event, steps in counts.items()
-        if event.sample_rate == 1 and event.sampling.scheme != "truncated_poisson"
-    }
-    rest = {event: steps for event, steps in counts.items() if event not in plain}
-    if plain:
-        largest = max(event.noise_multiplier for event in plain)
-        precision = math.fsum(
-            steps * (largest / event.noise_multiplier) ** 2 for event, steps in plain.items()
-        )
-        rest[replace(next(iter(plain)), noise_multiplier=largest / math.sqrt(precision))] = 1
-    return rest
 
 
 def interval_for(counts: Mapping[StepEvent, int]) -> float:
@@ -241,6 +222,7 @@ def tightest_epsilon(events: Events, delta: float) -> Epsilon:
     there is none.
     """
     both = [epsilon_pld(events, delta), epsilon_rdp(events, delta)]
+    both = [replace(found, accountant=name) for found, name in zip(both, ("PLD", "RDP"), strict=True)]
     known = [found for found in both if found.value is not None]
     if known:
         return min(known, key=lambda found: found.value or 0.0)
