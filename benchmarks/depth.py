@@ -37,7 +37,7 @@ def depth(layers: int, width: int, rows: int) -> Facts:
     """The peaks of passes over a model of so many layers, and those that their plans predict; of norms, of
     projections, and of clipped sums beside the sums themselves, which have the size of the model.
     """
-    from psgrad.engine.execution.chunk_plan import plan_chunk
+    from psgrad.engine.execution.chunk_memory import peak_bytes
     from psgrad.engine.execution.objective import Objective
     from psgrad.engine.execution.recompute import Recompute
     from psgrad.engine.gradients import (
@@ -73,7 +73,7 @@ def depth(layers: int, width: int, rows: int) -> Facts:
 
             planned = None
             if query == "norms":  # the others look at values
-                planned = plan_chunk(computed, objective.params, (ids,), ids).peak_bytes
+                planned = peak_bytes(computed, objective.params, (ids,), ids)
             took = allocated(partial(computed, objective.params, (ids,), ids), torch.device("cpu"))
             results = sums if query == "clipped sums" else 0
             found[query if again.on else "norms, all values kept"] = {

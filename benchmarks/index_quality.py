@@ -9,7 +9,7 @@ scales and exponent; not its loss, its norm and its digest, which all rows have.
 
     no index                 all 4,810 entries of each gradient
     dense                    2,048 columns in float32, the default of an index
-    others                   in a twentieth of those bytes: fewer columns, or factors of low rank in 8 bits
+    others                   in a twentieth of those bytes: fewer columns, in 8 bits
 
 The bar: at a twentieth of the bytes of the dense projection at most .01 less than without an index.
 """
@@ -53,10 +53,6 @@ SPECS = {
     "100 columns, float32": IndexSpec(dimension=100, features="margin"),
     "400 columns, int8": IndexSpec(dimension=400, features="margin", dtype="int8"),
     "two-sided 9 x 9, int8": IndexSpec(dimension=81, projection="two-sided", features="margin", dtype="int8"),
-    "rank 1 of two-sided 34 x 34, int8": IndexSpec(
-        dimension=34**2, projection="two-sided", features="margin", dtype="int8", rank=1
-    ),
-    "rank 1, int8": IndexSpec(projection="none", features="margin", dtype="int8", rank=1),
 }
 
 

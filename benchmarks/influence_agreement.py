@@ -116,7 +116,7 @@ class Setting:
 
 
 def trak(ridge: float) -> TRAK:
-    return TRAK(dimension=64, projection="rademacher", seed=3, damping=ridge)
+    return TRAK(dimension=64, projection="sparse", seed=3, damping=ridge)
 
 
 def our_trak(problem: Problem, ridge: float) -> Tensor:

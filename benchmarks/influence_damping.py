@@ -20,6 +20,7 @@ from influence_ours import cross_entropy, examples
 from script import command_line, write_json
 from torch import nn
 
+from psgrad.engine.influence.damping import Damping
 from psgrad.engine.influence.damping_choice import AGREES, agreements
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
 from psgrad.engine.influence.evaluation.metrics import lds_mean, random_subsets, rows_of
@@ -94,7 +95,7 @@ def measured(recipe: Recipe, noise: float) -> dict[str, Any]:
     fitted = time.process_time()
     chosen = Influence(weight_decay=decay).fit(rows, Checkpoint())
     with_choice = time.process_time()
-    fits = {f"{each:.3g}": default.with_damping(relative=each) for each in GRID}
+    fits = {f"{each:.3g}": default.damped(Damping(None, each)) for each in GRID}
     scores = {
         name: lds_mean(
             torch.cat([block.scores[""] for block in fit.scores(asked)]).numpy(), subsets, outcomes

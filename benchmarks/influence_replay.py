@@ -40,6 +40,7 @@ from psgrad.engine.influence.evaluation.metrics import lds, random_subsets, subs
 from psgrad.engine.influence.evaluation.retraining import fresh_model
 from psgrad.engine.influence.methods.replay import measured
 from psgrad.engine.influence.training_run import TrainingRun
+from psgrad.engine.transforms.private_torch import tree_map
 
 QUERIES = 60
 LDS_BAR, COST_BAR, STEP_BAR = 0.95, 6.0, 5.0
@@ -108,8 +109,12 @@ def times(case: Case, rows: LoadedRows, queries: LoadedRows, epochs: int) -> dic
     one, every = (at_end.flat.split(part) for part in (gradients[:1], gradients))
     seconds["one_query_seconds"] = clocked(lambda: run.weight_derivatives(one))
     seconds["ratio"] = seconds["one_query_seconds"] / seconds["training_seconds"]
-    of_state = run._zero_cotangents(QUERIES)
-    each = [clocked(lambda: run._pulled_at(0, run.start, every, of_state)) for _ in range(STEPS_TIMED)]
+    start, batch = run.start, run._batch(0)
+    of_state = tree_map(lambda leaf: leaf.new_zeros((QUERIES, *leaf.shape)), start.state)
+    each = [
+        clocked(lambda: run._pulled(start.params, start.state, batch, every, of_state))
+        for _ in range(STEPS_TIMED)
+    ]
     seconds["step_ms"] = 1000 * statistics.median(each[STEPS_TIMED // 4 :])  # the first ones are captured
     return seconds
 

@@ -3,7 +3,7 @@
     python benchmarks/influence_replay_text.py [--small] [--subsets 2] [--json FILE]
 
 A transformer of eight blocks of width 320 (9.9 million parameters) learns passages of Python's standard
-library, 32 bytes each, for 500 steps of AdamW with eight passages a step. Its states lie on the disk. Timed
+library, 32 bytes each, for 500 steps of AdamW with eight passages a step.  Timed
 are the run itself, and the derivatives of one query's loss after it with respect to the weights of all
 training passages. Then the run is made again without random twentieths of the passages: `changes` has what
 the derivatives predict for the query's loss, and what it does.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +38,7 @@ def token_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, target)
 
 
-def posed(small: bool, disk: Path) -> tuple[TrainingRun, LoadedRows]:
+def posed(small: bool) -> tuple[TrainingRun, LoadedRows]:
     """(the run, one query)"""
     sys.path.append(str(Path(__file__).parents[1] / "configs" / "text"))
     from data import passages
@@ -60,9 +59,7 @@ def posed(small: bool, disk: Path) -> tuple[TrainingRun, LoadedRows]:
     epochs = 1 if small else STEPS * BATCH // PASSAGES
     recipe = Recipe("adamw", epochs, BATCH, learning_rate=1e-4, schedule="cosine", weight_decay=0.1)
     rows = LoadedRows((tokens[:-1],), targets[:-1])
-    return TrainingRun(objective, rows, recipe, 0, initial, disk=disk), LoadedRows(
-        (tokens[-1:],), targets[-1:]
-    )
+    return TrainingRun(objective, rows, recipe, 0, initial), LoadedRows((tokens[-1:],), targets[-1:])
 
 
 def clocked(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
@@ -81,33 +78,30 @@ def main() -> None:
         "--subsets", type=int, default=2, help="runs without a twentieth (default: %(default)s)"
     )
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run, rows = posed(arguments.small, Path(folder))
-        content: dict[str, Any] = {
-            "parameters": sum(value.numel() for value in run.initial.values()),
-            "steps": len(run.batches),
-        }
-        final, content["training"] = clocked(lambda: run.final)
-        print(
-            f"{content['parameters']:,} parameters, {content['steps']} steps: {content['training']}",
-            flush=True,
-        )
-        assert rows.target is not None
-        query = examples(run.objective.model, rows.inputs[0], rows.target, token_cross_entropy)
-        query.objective.params = final
-        gradients = query.flat.split(query.materialise())
-        found, content["derivatives"] = clocked(lambda: run.weight_derivatives(gradients)[0])
-        times = content["derivatives"]["processor_seconds"] / content["training"]["processor_seconds"]
-        print(
-            f"derivatives of one query: {content['derivatives']}, {times:.1f} times the training", flush=True
-        )
-        left_out = torch.zeros(arguments.subsets, len(run.rows), dtype=torch.bool)
-        generator = torch.Generator().manual_seed(1)
-        for each in left_out:
-            each[torch.randperm(len(each), generator=generator)[: len(each) // 20]] = True
-        at_end = measured(query, rows, {name: value.unsqueeze(0) for name, value in final.items()})
-        actual = torch.from_numpy(measured(query, rows, run.retrained(~left_out)) - at_end).flatten()
-        predicted = -(left_out.double() @ found)
+    run, rows = posed(arguments.small)
+    content: dict[str, Any] = {
+        "parameters": sum(value.numel() for value in run.initial.values()),
+        "steps": len(run.batches),
+    }
+    final, content["training"] = clocked(lambda: run.final)
+    print(
+        f"{content['parameters']:,} parameters, {content['steps']} steps: {content['training']}",
+        flush=True,
+    )
+    assert rows.target is not None
+    query = examples(run.objective.model, rows.inputs[0], rows.target, token_cross_entropy)
+    query.objective.params = final
+    gradients = query.flat.split(query.materialise())
+    found, content["derivatives"] = clocked(lambda: run.weight_derivatives(gradients)[0])
+    times = content["derivatives"]["processor_seconds"] / content["training"]["processor_seconds"]
+    print(f"derivatives of one query: {content['derivatives']}, {times:.1f} times the training", flush=True)
+    left_out = torch.zeros(arguments.subsets, len(run.rows), dtype=torch.bool)
+    generator = torch.Generator().manual_seed(1)
+    for each in left_out:
+        each[torch.randperm(len(each), generator=generator)[: len(each) // 20]] = True
+    at_end = measured(query, rows, {name: value.unsqueeze(0) for name, value in final.items()})
+    actual = torch.from_numpy(measured(query, rows, run.retrained(~left_out)) - at_end).flatten()
+    predicted = -(left_out.double() @ found)
     content["changes"] = {"predicted": predicted.tolist(), "actual": actual.tolist()}
     print(f"without twentieths: predicted {predicted.tolist()}, actual {actual.tolist()}")
     content |= {

@@ -60,7 +60,6 @@ from psgrad.engine.influence.evaluation.controls import controls, own_controls
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
 from psgrad.engine.influence.evaluation.metrics import ceiling, lds, random_subsets, rows_of
 from psgrad.engine.influence.evaluation.retraining import EnsembleTrainer, measured
-from psgrad.engine.influence.methods.datainf import DataInf
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
 from psgrad.engine.influence.methods.influence import Influence
@@ -205,7 +204,6 @@ def of_classes(recipe: Recipe) -> list[Row]:
     """Methods for a classifier with few outputs."""
     decay = recipe.weight_decay
     exact, factored = Influence(weight_decay=decay), EKFAC(weight_decay=decay)
-    stepped = replace(exact, solver="conjugate_gradient", preconditioner="ekfac", iterations=2)
     return [
         Row("influence, final model", exact, 1, "last"),
         Row("influence, final model, margin", exact, 1, "last", "margin"),
@@ -218,7 +216,6 @@ def of_classes(recipe: Recipe) -> list[Row]:
         Row("influence, one run's five checkpoints", exact, 1, "half"),
         Row("influence, three runs x ten checkpoints", exact, LONG_RUNS, "all"),
         *of_sampled_rows(decay),
-        Row("influence by two steps after ekfac, ten checkpoints", stepped, 1, "all"),
         *of_factors(factored),
         Row("source, ten checkpoints", Source(weight_decay=decay, momentum=recipe.momentum), 1, "all"),
         Row("trak, final model", TRAK(), 1, "last"),
@@ -251,7 +248,6 @@ def of_gradients(decay: float) -> list[Row]:
     """Methods without a curvature, or with that of gradients."""
     return [
         Row("projected_influence, final model", ProjectedInfluence(), 1, "last"),
-        Row("datainf, final model", DataInf(weight_decay=decay), 1, "last"),
         Row("tracin, ten checkpoints", TracIn(), 1, "all"),
         Row("gradient_dot, final model", GradientDot(), 1, "last"),
         Row("gradient_cosine, final model", GradientCosine(), 1, "last"),

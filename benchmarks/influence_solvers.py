@@ -1,5 +1,5 @@
 """What the influence solvers are predicted to cost, beside the processor time that they take: where the
-constants of solver_costs.py come from.
+constants of choice.py come from.
 
     python benchmarks/influence_solvers.py [--rounds 1] [--small] [--json FILE]
 
@@ -7,7 +7,7 @@ Each case is a network 64-hidden-outputs, trained for a little while on scikit-l
 label modulo `outputs`. A row is one solver's fit and scores. `predicted` is `Work.operations`, in billions;
 `rate` is that over the measured processor seconds. The prediction only has to order the solvers, so what
 counts is how far their rates are apart. Below stand the constants of
-psgrad/engine/influence/solvers/solver_costs.py as these runs would have them, next to those in use:
+psgrad/engine/influence/solvers/choice.py as these runs would have them, next to those in use:
 
     _INNER       the inner products of rows: their time, as a multiple of the predicted
     _PRODUCT     the time of a product of conjugate gradients, for each sample and parameter
@@ -40,9 +40,9 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import gauss_newton_rows
 from psgrad.engine.execution.row_grams import gram_matrix, inner_product_operations
 from psgrad.engine.influence.method import Checkpoint
-from psgrad.engine.influence.methods.influence import LARGEST_MATRIX, Influence
-from psgrad.engine.influence.solvers import solver_costs
-from psgrad.engine.influence.solvers.solver_costs import Work
+from psgrad.engine.influence.methods.influence import Influence
+from psgrad.engine.influence.solvers import choice
+from psgrad.engine.influence.solvers.choice import LARGEST_MATRIX, Work
 
 SOLVERS = ("exact", "dual", "conjugate_gradient")
 STEPS, HUNDREDS = 100, 5
@@ -132,10 +132,10 @@ def _row(
     if solver == "dual":
         assert work.rows is not None
         row["kernel_operations"] = work.rows**2 * work.inner
-        row["kernel_seconds"] = processor_seconds(lambda: gram_matrix(fitted.problem.rows()), rounds)[0]
+        row["kernel_seconds"] = processor_seconds(lambda: gram_matrix(fitted.rows), rounds)[0]
     if solver == "conjugate_gradient":
         behind = (
-            solver_costs._PRECONDITIONER if case.queries < solver_costs._MANY else 0
+            choice._PRECONDITIONER if case.queries < choice._MANY else 0
         )  # which the solver does not count as its own
         row |= {
             "products": fitted.facts["products"],
@@ -161,13 +161,12 @@ def constants(found: list[tuple[Case, list[dict[str, Any]]]]) -> dict[str, dict[
                     * exact
                     / ((row["products"] + row["preconditioner"]) * case.count * case.size)
                 )
-                name = "_FEWEST" if case.queries >= HUNDREDS * solver_costs._MANY else "_ITERATIONS"
+                name = "_FEWEST" if case.queries >= HUNDREDS * choice._MANY else "_ITERATIONS"
                 parts[name].append(
-                    row["products"]
-                    / (case.queries if name == "_FEWEST" else min(case.queries, solver_costs._MANY))
+                    row["products"] / (case.queries if name == "_FEWEST" else min(case.queries, choice._MANY))
                 )
     return {
-        name: {"measured": statistics.median(values), "in_use": getattr(solver_costs, name)}
+        name: {"measured": statistics.median(values), "in_use": getattr(choice, name)}
         for name, values in parts.items()
         if values
     }

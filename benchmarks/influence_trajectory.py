@@ -42,10 +42,6 @@ from psgrad.engine.influence.methods.source import Source
 
 RUNS = (0, 1, 2)
 EXACT, FACTORED = Influence(weight_decay=RECIPE.weight_decay), EKFAC(weight_decay=RECIPE.weight_decay)
-# EK-FAC, and two steps of conjugate gradients from there, in the space that all queries share.
-STEPPED = Influence(
-    weight_decay=RECIPE.weight_decay, solver="conjugate_gradient", preconditioner="ekfac", iterations=2
-)
 # One or two random rows of the curvature for each example, with its rows' inner products.
 SAMPLED, TWICE = (
     Influence(curvature="sampled", draws=draws, weight_decay=RECIPE.weight_decay) for draws in (1, 2)
@@ -80,7 +76,6 @@ def rows() -> list[Row]:
         Row("influence, sampled twice, ten checkpoints", TWICE, 1, "all"),
         Row("ekfac, final checkpoint", FACTORED, 1, "last"),
         Row(TEN_FACTORED, FACTORED, 1, "all"),
-        Row("two steps after ekfac, ten checkpoints", STEPPED, 1, "all"),
         Row("ekfac, ten checkpoints, plain mean", FACTORED, 1, "all", average="plain"),
         Row("gradient_dot, final checkpoint", GradientDot(), 1, "last"),
         Row("tracin, ten checkpoints, their learning rates", TracIn(), 1, "all"),

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from psgrad.engine.gradients import per_sample_gradients as per_sample_gradients
     from psgrad.engine.privacy.loop import make_private as make_private
     from psgrad.models.run_checkpoints import RunCheckpoints as RunCheckpoints
+    from psgrad.monitoring.lightning_callback import LightningMonitor as LightningMonitor
+    from psgrad.monitoring.monitor import monitor as monitor
+    from psgrad.monitoring.transformers_callback import GradientMonitor as GradientMonitor
     from psgrad.run.results import (
         AnalyzeResult,
         CheckResult,
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Config",
+    "GradientMonitor",
+    "LightningMonitor",
     "PsgradError",
     "RunCheckpoints",
     "analyze",
@@ -61,6 +66,7 @@ __all__ = [
     "load_config",
     "load_run",
     "make_private",
+    "monitor",
     "per_sample_gradients",
     "plan",
     "report",
@@ -70,6 +76,9 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
+    "GradientMonitor": "psgrad.monitoring.transformers_callback",
+    "LightningMonitor": "psgrad.monitoring.lightning_callback",
+    "monitor": "psgrad.monitoring.monitor",
     "RunCheckpoints": "psgrad.models.run_checkpoints",
     "make_private": "psgrad.engine.privacy.loop",
     "per_sample_gradients": "psgrad.engine.gradients",

@@ -26,7 +26,7 @@ from psgrad.cli.options import (
     say_computed,
 )
 from psgrad.cli.processes import ProcessesOption, in_a_group, require_free, require_one, shared_run
-from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
+from psgrad.cli.progress import ProgressOption, ProgressStyle
 
 if TYPE_CHECKING:
     from psgrad.run.results import InfluenceResult
@@ -68,14 +68,6 @@ Evaluate = Annotated[
             "Do not rank, but retrain and compare: without one example (loo), on subsets (lds), or"
             " without each query's strongest proponents (removal)."
         ),
-    ),
-]
-QueriesPart = Annotated[
-    str | None,
-    typer.Option(
-        "--part",
-        metavar="K/N",
-        help="Score only part K of N of the queries, for job arrays; psgrad merge joins the parts.",
     ),
 ]
 Ids = Annotated[
@@ -122,7 +114,6 @@ def influence(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     processes: ProcessesOption = 1,
-    part: QueriesPart = None,
     verbose: Verbose = False,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
@@ -139,10 +130,6 @@ def influence(
     chosen = {"ids": ids, "where": where, "worst": worst}
     settings = [*(settings or ()), *_settings("influence.queries", chosen)]
     settings += _settings("influence", {"method": None if method is None else {"name": method}, "top": top})
-    if part is not None:
-        given = {"--overwrite": overwrite, "--evaluate": evaluate is not None}
-        require_alone("--part", {"--processes": processes > 1, **given})
-        require_one("influence --part")
     if evaluate is not None:
         require_alone("--evaluate", {"--matrix": matrix, "--top": top is not None})
         # The folder of an evaluation is its own: the config's is that of the scores.
@@ -167,13 +154,6 @@ def influence(
             write_evaluation(evaluation, style, sys.stdout)
         return
     resolved = read_config(config, settings, output)
-    if part is not None:
-        from psgrad.commands.parts import influence_part
-
-        with progress_display(shown) as progress:
-            folder = influence_part(resolved, *part_of(part), matrix=matrix, progress=progress)
-        typer.echo(str(folder))
-        return
     require_free(resolved.output, overwrite)
     from psgrad.commands.influence import influence as run_influence
 

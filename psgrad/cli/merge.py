@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from psgrad.cli.analyze import Check, Quiet, Report, show_result
-from psgrad.cli.influence import show_scores
-from psgrad.cli.options import AsJson, Verbose, say_computed
+from psgrad.cli.options import AsJson, Verbose
 from psgrad.cli.processes import require_one
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 
@@ -17,7 +16,7 @@ Run = Annotated[
     Path,
     typer.Argument(
         metavar="OUTPUT",
-        help="The folder of psgrad analyze, influence or influence index with --part K/N.",
+        help="The folder of psgrad analyze or psgrad influence index with --part K/N.",
         show_default=False,
     ),
 ]
@@ -34,9 +33,8 @@ def merge(
 ) -> None:
     """Join the parts of a run that were made with --part.
 
-    Checks that all parts are there. Of analyze it judges the samples, and writes tables and report; of
-    influence it joins the scores; an index is finished. Prints what psgrad analyze, psgrad influence, or
-    psgrad influence index prints.
+    Checks that all parts are there. Of analyze it judges the samples, and writes tables and report; an index
+    is finished. Prints what psgrad analyze or psgrad influence index prints.
     """
     require_one("merge")
     from psgrad.run.gradient_index import GradientIndex
@@ -49,20 +47,8 @@ def merge(
         typer.echo(index_summary(finished), err=True)
         typer.echo(str(finished.folder))
         return
-    from psgrad.run.folders import manifest_of
-
-    style = ProgressStyle.none if quiet else shown
-    if (manifest_of(output) or {}).get("command") == "influence":
-        from psgrad.commands.parts import merge_influence
-
-        with progress_display(style) as progress:
-            scores = merge_influence(output, report=report, progress=progress)
-        if verbose:
-            say_computed(scores.manifest.content())
-        show_scores(scores, scores.manifest.setting("influence", "top"), "json" if as_json else "terminal")
-        return
     from psgrad.commands.parts import merge as run_merge
 
-    with progress_display(style) as progress:
+    with progress_display(ProgressStyle.none if quiet else shown) as progress:
         result = run_merge(output, report=report, progress=progress)
     show_result(result, result.manifest.setting("analyze", "top"), check, as_json, quiet, verbose)

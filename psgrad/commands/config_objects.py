@@ -12,7 +12,6 @@ from typing import Any, TypedDict
 
 from psgrad.config import Config, config_from, load_config
 from psgrad.config.data import SOURCE_KEYS
-from psgrad.config.influence_evaluation import TRAINING_CODE
 from psgrad.errors import ConfigError
 from psgrad.user_code import LIVE, live_objects
 
@@ -59,7 +58,6 @@ def config_of(
         before = {"inputs": None, "target": None, "id": None, **(influence.get("queries") or {})}
         influence["queries"] = _dataset("queries", given["queries"], before, made)
         content["influence"] = influence
-    content = _training(content, made)
     if made and resume:
         raise ConfigError(
             "resume was given together with objects; expected a config of names and paths: objects can't"
@@ -109,20 +107,6 @@ def _loss(loss: Any, made: dict[str, Callable[..., Any]]) -> Any:
         )
     made["loss"] = loss
     return f"{LIVE}:loss"
-
-
-def _training(content: dict[str, Any], made: dict[str, Callable[..., Any]]) -> dict[str, Any]:
-    """The config with names in place of the functions of its training run."""
-    influence = content.get("influence")
-    training = influence.get("training") if isinstance(influence, Mapping) else None
-    if not isinstance(influence, Mapping) or not isinstance(training, Mapping):
-        return content
-    functions = {key: training[key] for key in TRAINING_CODE if callable(training.get(key))}
-    if not functions:
-        return content
-    made.update({f"training_{key}": each for key, each in functions.items()})
-    named = {key: f"{LIVE}:training_{key}" for key in functions}
-    return {**content, "influence": {**influence, "training": {**training, **named}}}
 
 
 def _dataset(name: str, data: Any, section: Any, made: dict[str, Callable[..., Any]]) -> Any:

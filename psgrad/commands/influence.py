@@ -47,7 +47,7 @@ from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.index.build import from_index
 from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.ranking import divisor, joined_self
-from psgrad.engine.influence.solvers.solver_costs import solved_products
+from psgrad.engine.influence.solvers.choice import solved_products
 from psgrad.reports.words import duration
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged
@@ -91,7 +91,7 @@ def influence(
     """
     processes = OneProcess() if processes is None else processes
     run, warnings = Run.open(config.output, processes, progress, overwrite=overwrite), Warnings(progress)
-    require_searchable(config, matrix=matrix, part=False, processes=processes)
+    require_searchable(config, matrix=matrix, processes=processes)
     with run.clock("load"):
         setup, store = loaded(config, run, warnings)
     if not processes.leads:
@@ -137,8 +137,7 @@ def manifest_for(setup: InfluenceSetup) -> RunManifest:
     """manifest.json at the beginning, with the self-check, which runs now. Raises SelfCheckError."""
     run, wanted = setup.run, setup.run.config.influence
     check = run.self_check(setup.views[0].training.stream)
-    training = {} if wanted.training is None else wanted.training.code
-    specs = [wanted.method.name, wanted.measurement.name, *training.values()]
+    specs = [wanted.method.name, wanted.measurement.name]
     return replace(describe_run("influence", run, check, specs), influence=described(setup))
 
 
@@ -236,7 +235,7 @@ class Scored:
     setup: without the rows that have no score. queries, training: the tables of the result. fit: the facts of
     the method at each checkpoint. unit: of a score. matrix: whether all scores become a file. tokens: see
     `token_pairs`. search: the facts of an approximate search. fitted: the method at each checkpoint, and own
-    [n] the self-influences, for the check of removals; neither of a run that was merged.
+    [n] the self-influences, for the check of removals.
     """
 
     setup: InfluenceSetup

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from psgrad.commands.loaded_parts import Trained, load
-from psgrad.commands.setup import Setup, at_weights, draws_at_random, require_precision_of_all, setup_of
+from psgrad.commands.setup import Setup, at_weights, draws_at_random, setup_of
 from psgrad.config import CheckpointConfig, Config, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
@@ -23,7 +22,6 @@ from psgrad.engine.influence.evaluation.retraining import fresh_model
 from psgrad.engine.influence.training_run import TrainingRun, distance
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.models.factory import checkpoint_hash, load_model
-from psgrad.models.training_functions import resolve_batches, resolve_step
 
 _RECIPE = ("optimizer", "epochs", "batch_size", "learning_rate", "schedule", "momentum", "weight_decay")
 
@@ -60,11 +58,8 @@ def recomputed_run(config: Config, run: Setup, say: Callable[[str], None]) -> tu
     assert wanted is not None
     examples = Examples(run.objective, run.reader, len(run.samples), run.stream_options(say))
 
-    def fresh(seed: int) -> nn.Module:
-        return fresh_model(fresh_models(config, run), seed)
-
     if wanted.initial is None:
-        initial = fresh(wanted.seed)
+        initial = fresh_model(fresh_models(config, run), wanted.seed)
     else:
         at = config.model.model_copy(update={"checkpoint": wanted.initial, "state_dict_key": None})
         initial = load_model(at, config.base, allow_download=config.allow_download).model
@@ -74,19 +69,10 @@ def recomputed_run(config: Config, run: Setup, say: Callable[[str], None]) -> tu
         Recipe(**{name: getattr(wanted, name) for name in _RECIPE}),
         wanted.seed,
         of_model(initial, run),
-        fresh=None if wanted.initial else lambda seed: of_model(fresh(seed), run),
-        own=resolve_step(wanted, config.base),
-        loader=resolve_batches(wanted, config.base),
-        disk=_existing(config.output) if wanted.states == "disk" else None,
     )
     if config.model.checkpoint is not None:
         require_same_end(training, run.objective.params, str(config.model.checkpoint), wanted.tolerance)
     return with_weights(run, training.final), training
-
-
-def _existing(folder: Path) -> Path:
-    """A folder, or the first one above it that exists."""
-    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
 
 
 def of_model(model: nn.Module, run: Setup) -> Vectors:
@@ -136,7 +122,6 @@ def first_run(config: Config, processes: Processes) -> Setup:
     """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
     random.
     """
-    require_precision_of_all(config, "influence")
     run = setup_of(
         load(
             _at(config, 0),

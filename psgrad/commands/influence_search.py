@@ -48,14 +48,12 @@ class Search:
     facts: dict[str, Any]
 
 
-def require_searchable(config: Config, *, matrix: bool, part: bool, processes: Processes) -> None:
+def require_searchable(config: Config, *, matrix: bool, processes: Processes) -> None:
     """Raises ConfigError for what an approximate search has no answer to, and where faiss is missing."""
     if not config.influence.index_search.approximate:
         return
     reasons = {
         "--matrix": matrix and "it needs the scores of all rows",
-        "--part": part
-        and "the parts of a run add up their scores of the same rows, and each would find others",
         "several processes": processes.size > 1 and "they share the reading of all rows, which is left out",
     }
     for what, why in reasons.items():

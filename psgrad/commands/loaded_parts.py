@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from psgrad.commands.class_names import require_names_of_outputs, require_one_numbering
-from psgrad.commands.residence import Residence, residence_of, share_weights
+from psgrad.commands.residence import Residence, residence_of
 from psgrad.config import Config, DataConfig, ModelConfig
 from psgrad.config.model import TASK_LOSSES
 from psgrad.data.derived import GroupedSamples, SamplesWithColumns
@@ -219,7 +219,6 @@ def load(
     identity = identify(loaded.model)  # now: placing converts tensors
     residence = residence.supplied(device)
     model = place(loaded.model, device, dtype, config.model.dtype, residence.supply, trained_too=not updates)
-    share_weights(model, processes)
     residence.require_room(model)
     engine, recompute = config.engine, None
     if engine.recompute != "none":

@@ -1,7 +1,7 @@
 """`psgrad plan`: what a run would do, and what it would take.
 
 The time is that of two chunks of different sizes, which are run: what a chunk takes whatever its size, and
-what each row takes. The memory is that of a chunk that is followed on tensors without values.
+what each row takes. So is the memory.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ import torch
 from psgrad.commands.completion import completed_for_analyze
 from psgrad.commands.setup import Setup, set_up
 from psgrad.config import Config
-from psgrad.engine.execution.chunk_plan import ChunkPlan, chunk_for, chunk_for_factors, plan_chunk
 from psgrad.engine.execution.chunk_replay import NOT_REPLAYED, PAYS_FROM
 from psgrad.engine.execution.ladder import why_without_programs
 from psgrad.engine.execution.memory import chunk_budget
-from psgrad.engine.execution.pass_costs import NotCapturable, observe_pass
-from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, PREDICTED_FROM, Stream
+from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, Stream
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.per_sample import BatchPass, per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients.per_sample import BatchPass, per_sample_square_norms
 from psgrad.ragged import Block
 from psgrad.run.results import ParameterPlan, PlanResult
 from psgrad.user_code import with_code_beside
@@ -88,9 +86,12 @@ def plan_run(stream: Stream, rows: int) -> PlanResult:
     stream.gradients_at([0])  # a model that fails says so, in a person's words
     block = stream.load_block(0, min(_READ, rows))
     inputs, target = block.inputs, block.target
-    at, obstacle = _costs_at(stream, inputs, target)
-    size = _chunk_size(stream, rows, at, inputs, target)
-    chunk, chunks = at(size), -(-rows // size)
+    budget = chunk_budget(stream.device, stream.memory)
+    memory = stream.memory_of_chunks(per_sample_square_norms, block, budget, rows)
+    size = memory.rows_within(budget, LARGEST_AUTO_CHUNK) if stream.automatic else stream.chunk_size
+    size = min(size, rows)
+    chunks = -(-rows // size)
+    of_inputs = size * sum(x[0].nbytes for x in (*inputs, target) if x is not None)
     why = _why_not_replayed(stream, rows // size, block)
     fixed, each = _measured_seconds(partial(_seconds, stream, block, replayed=why is None), len(block), size)
     if why is None and not stream.counts.replayed:
@@ -102,12 +103,11 @@ def plan_run(stream: Stream, rows: int) -> PlanResult:
         chunk_size=size,
         seconds=chunks * fixed + rows * each,
         chunk_seconds=fixed + size * each,
-        peak_bytes=chunk.peak_bytes,
-        input_bytes=chunk.input_bytes,
+        peak_bytes=max(0, memory.of(size) - of_inputs),
+        input_bytes=of_inputs,
         parameter_bytes=sum(p.numel() * p.element_size() for p in stream.params.values()),
         replayed=why is None,
         replay_reason=why or f"{chunks:,} chunks {sizes} are worth a program",
-        obstacle=obstacle,
     )
 
 
@@ -156,45 +156,6 @@ def _seconds(stream: Stream, block: Block, rows: int, *, replayed: bool) -> floa
     return statistics.median(times[1:] or times)
 
 
-def _costs_at(stream: Stream, inputs: Any, target: Any) -> tuple[Callable[[int], ChunkPlan], str | None]:
-    """(the plan of a chunk of a number of rows, why a chunk had to run for it).
-
-    Where the kernels depend on values, they are observed while the first rows run, and their costs grow with
-    the number of rows.
-    """
-    norms, known = stream.pass_of(per_sample_square_norms), dict[int, ChunkPlan]()
-
-    def traced_at(rows: int) -> ChunkPlan:
-        if rows not in known:
-            known[rows] = plan_chunk(norms, stream.params, inputs, target, rows)
-        return known[rows]
-
-    try:
-        traced_at(1)
-    except Exception as error:
-        given = sum(x.numel() * x.element_size() for x in (*inputs, target) if x is not None)
-        whole, count = observe_pass(norms, stream.params, inputs, target), len(inputs[0])
-        why = str(error) if isinstance(error, NotCapturable) else f"{type(error).__name__}: {error}"
-
-        def scaled(rows: int) -> ChunkPlan:
-            return ChunkPlan(whole.peak_bytes * rows // count, given * rows // count)
-
-        return scaled, why.partition("\n")[0]
-    return traced_at, None
-
-
-def _chunk_size(stream: Stream, rows: int, at: Callable[[int], ChunkPlan], inputs: Any, target: Any) -> int:
-    """The chunk size that the stream itself would choose."""
-    if not stream.automatic:
-        return min(stream.chunk_size, rows)
-    if stream.memory is None and rows < PREDICTED_FROM:  # there a small chunk's factors are measured
-        gradients = stream.pass_of(partial(per_sample_gradients, settle=False))(stream.params, inputs, target)
-        budget = chunk_budget(stream.device, stream.memory)
-        return min(chunk_for_factors(gradients, len(gradients), budget, LARGEST_AUTO_CHUNK), rows)
-
-    return chunk_for(at, chunk_budget(stream.device, stream.memory), min(LARGEST_AUTO_CHUNK, rows))
-
-
 def _why_not_replayed(stream: Stream, chunks: int, block: Block) -> str | None:
     """Why chunks will run as they are, None where programs are tried. block: the first rows."""
     if not stream.replays:
@@ -217,18 +178,13 @@ def _parameters(stream: Stream, inputs: Any, target: Any) -> list[ParameterPlan]
 
     def note(name: str, gradient: DeferredGradient) -> None:
         terms = [placed.term for placed in gradient.terms]
-        costs = [
-            term.order_costs().get(term.describe())
-            or min(term.order_costs().values(), key=lambda cost: cost.seconds)
-            for term in terms
-        ]
         kept = sum(factor[:1].numel() * factor.element_size() for term in terms for factor in term.factors)
         found[name] = ParameterPlan(
             name,
             "x".join(map(str, gradient.shape)) or "scalar",
             " + ".join(type(term).__name__ for term in terms) or "none",
             gradient.describe(),
-            kept + max((cost.bytes for cost in costs), default=0),
+            kept,
             not gradient.lost_at,
         )
 

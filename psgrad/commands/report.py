@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from psgrad.reports import monitor_page
 from psgrad.reports.analyze_page import write_report
 from psgrad.run import RunFolder
 from psgrad.run.finished import load_run
+from psgrad.run.folders import manifest_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,6 @@ def report(run: Path, *, output: Path | None = None) -> WrittenReport:
     wrote. Raises PsgradError where the folder holds no finished run of `psgrad analyze`, and where the report
     can't be written.
     """
-    result = load_run(run)
     folder = RunFolder(run if output is None else output)
     written: list[str] = []
 
@@ -33,5 +34,8 @@ def report(run: Path, *, output: Path | None = None) -> WrittenReport:
         folder.write_bytes(name, data)
         written.append(name)
 
-    write_report(result, write)
+    if (manifest_of(run) or {}).get("command") == "monitor":
+        monitor_page.write_report(run, write)
+    else:
+        write_report(load_run(run), write)
     return WrittenReport(folder.path / "report.html", len(written) - 1)

@@ -1,31 +1,22 @@
-"""Where a run's weights live: on the device, or where they are stored, from where operators bring them in. On
-the CPU all processes of a host have them in memory once.
-"""
+"""Where a run's weights live: on the device, or where they are stored, from where operators bring them in."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from psgrad.config import Config, ModelConfig
 from psgrad.engine.execution.placement import SHARE, Where, fit, is_quantised, memory_for_others
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.stored import Stored
-from psgrad.engine.execution.weight_sources import InMemory
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.free_memory import free_memory
 from psgrad.errors import ConfigError
 from psgrad.models.checkpoint_files import checkpoint_files
-from psgrad.models.model_identity import tensor_digest
 from psgrad.reports.words import amount
 
 
@@ -102,67 +93,3 @@ def weight_bytes(config: ModelConfig, base: Path) -> int:
     for path in (base / each for each in (config.checkpoint, config.pretrained) if each is not None):
         files += path.rglob("*") if path.is_dir() else checkpoint_files(path) if path.is_file() else []
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-_ALIGNED = 64  # bytes, as PyTorch allocates: kernels take the same steps in all processes
-
-
-def share_weights(model: nn.Module, processes: Processes) -> nn.Module:
-    """The model itself. On the CPU its weights lie in a file that the processes of this host share.
-
-    Each process builds and fills the model, since that runs code. Then the first one of each host writes the
-    weights to a file, and all map it and let go of their own. The checkpoint's file itself is not mapped: it
-    may be written again while the run goes on, and its tensors do not lie where kernels expect them.
-
-    Nothing is done in a process alone, nor where the file can't be written. A process that has other weights
-    keeps them. A process that writes into a tensor gets memory of its own for that page, so that no other one
-    sees it.
-    """
-    if processes.size == 1:
-        return model
-    tensors = list(_shareable(model))
-    sizes = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in tensors]
-    digest = hashlib.sha256("".join(map(tensor_digest, tensors)).encode()).hexdigest()
-    place = int(os.environ.get("LOCAL_RANK", "0"))
-    file = _written(digest, tensors, sizes) if tensors and place == 0 else ""
-    try:
-        shared = Path(processes.texts("the file of weights", file)[processes.rank - place])
-        if shared.name == digest:
-            mapped = torch.from_file(str(shared), shared=False, size=sum(sizes), dtype=torch.uint8)
-            for tensor, found in zip(tensors, torch.split(mapped, sizes), strict=True):
-                tensor.data = found[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        processes.meet("weights are mapped")
-    finally:  # a file stays in memory for as long as a process maps it
-        if file:
-            shutil.rmtree(Path(file).parent)
-    return model
-
-
-def _shareable(model: nn.Module) -> Iterator[Tensor]:
-    """Each tensor once, with a storage to itself."""
-    found = {id(each): each for each in (*model.parameters(), *model.buffers())}.values()
-    stored = [
-        each.view_of_source if isinstance(each, Stored) and isinstance(each.source, InMemory) else each
-        for each in found
-    ]
-    plain = [each for each in stored if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu"]
-    dense = [each for each in plain if each.layout == torch.strided and each.is_contiguous() and each.numel()]
-    places = [each.untyped_storage().data_ptr() for each in dense]
-    return (each for each, place in zip(dense, places, strict=True) if places.count(place) == 1)
-
-
-def _written(name: str, tensors: list[Tensor], sizes: list[int]) -> str:
-    """A file of this name with these weights, in a new folder that no other user can open; empty where it
-    can't be written, as on a full disk.
-    """
-    folder = ""
-    try:
-        folder = tempfile.mkdtemp(prefix="psgrad-")
-        with (Path(folder) / name).open("wb") as file:
-            for tensor, size in zip(tensors, sizes, strict=True):
-                file.write(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
-                file.write(bytes(size - tensor.nbytes))
-    except OSError:
-        shutil.rmtree(folder, ignore_errors=True)
-        return ""
-    return str(Path(folder) / name)

@@ -204,8 +204,6 @@ def _code_of(config: Config) -> dict[str, str]:
         "influence.measurement": influence.measurement.name,
         "influence.evaluate.train": influence.evaluate.train.function,
     }
-    if influence.training is not None:
-        named |= {f"influence.training.{key}": spec for key, spec in influence.training.code.items()}
     return {where: spec for where, spec in named.items() if spec is not None and is_callable_spec(spec)}
 
 

@@ -78,7 +78,7 @@ class IndexConfig(ConfigSection):
     """Folder of the index, relative to the current directory."""
     dimension: Annotated[int, Field(ge=1)] = 2048
     """Numbers stored for each gradient."""
-    projection: Literal["sparse", "rademacher", "gaussian", "two-sided", "none"] = "sparse"
+    projection: Literal["sparse", "two-sided", "none"] = "sparse"
     """How gradients are projected; none keeps them whole."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the projection."""
@@ -86,21 +86,8 @@ class IndexConfig(ConfigSection):
     """Gradients of the loss, or of the margin (for trak)."""
     dtype: Literal["float64", "float32", "float16", "bfloat16", "int8"] = "float32"
     """Precision of the stored numbers."""
-    rank: Annotated[int, Field(ge=1)] | None = None
-    """With projection two-sided or none, how many vectors are kept of a row's matrix for each parameter,
-    at most; null keeps all of its numbers.
-    """
     rows_per_shard: Annotated[int, Field(ge=1)] = 4096
     """Rows in each file of the index."""
-
-    @model_validator(mode="after")
-    def _rank_of_matrices(self) -> IndexConfig:
-        if self.rank is not None and self.projection not in ("two-sided", "none"):
-            raise ValueError(
-                "rank keeps factors of a matrix for each parameter, and projection:"
-                f" {self.projection} adds all parameters up; choose two-sided or none"
-            )
-        return self
 
 
 class IndexSearchConfig(ConfigSection):

@@ -62,10 +62,6 @@ class RecipeConfig(ConfigSection):
         return self
 
 
-TRAINING_CODE = ("step", "state", "batches")
-"""The keys of a training run that name code."""
-
-
 class TrainingConfig(RecipeConfig):
     """The training run that led to the model, which `method: replay` computes again: from its initial weights
     in an order of the rows that is known by the seed, each step along the mean loss of its batch.
@@ -81,45 +77,6 @@ class TrainingConfig(RecipeConfig):
     """How far the end of the run may be from model.checkpoint, as a share of the way from the initial
     weights.
     """
-    step: CallableSpec | None = None
-    """module:callable, a step of your own in place of the optimiser: step(params, state, batch, weights) ->
-    params, state.
-    """
-    state: CallableSpec | None = None
-    """module:callable, called as state(params), which returns the state before the first own step; null for
-    an empty one.
-    """
-    batches: CallableSpec | None = None
-    """module:callable, called as batches(rows, seed), which returns the numbers of the rows of each step;
-    null for shuffled epochs.
-    """
-    states: Literal["memory", "disk"] = "memory"
-    """Where the states of the run are kept until it is differentiated; what does not fit is
-    computed again. disk: that of the output.
-    """
-
-    @property
-    def code(self) -> dict[str, str]:
-        """key -> module:callable, of those that are named."""
-        named = {key: getattr(self, key) for key in TRAINING_CODE}
-        return {key: spec for key, spec in named.items() if spec is not None}
-
-    @model_validator(mode="after")
-    def _options_of_this_training(self) -> TrainingConfig:
-        refused = {
-            "step": ("optimizer", "learning_rate", "schedule", "momentum", "weight_decay"),
-            "batches": ("epochs", "batch_size"),
-        }
-        for key, others in refused.items():
-            given = [name for name in others if name in self.not_default()]
-            if getattr(self, key) is not None and given:
-                raise ValueError(
-                    f"with a {key} of your own ({getattr(self, key)}) training does not take"
-                    f" {', '.join(given)}; leave them out, and set them in that function"
-                )
-        if self.state is not None and self.step is None:
-            raise ValueError("state is of a step of your own: name it as training.step, or leave state out")
-        return self
 
 
 class TrainConfig(RecipeConfig):

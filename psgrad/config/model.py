@@ -16,7 +16,6 @@ Task = Literal[
     "masked-lm",
     "seq2seq-lm",
     "image-classification",
-    "multiple-choice",
     "question-answering",
     "regression",
 ]
@@ -47,24 +46,20 @@ class NewAdapterConfig(ConfigSection):
 
 
 # The two forms of `model.adapter`, as pydantic names them in the places of its errors.
-FOLDERS, MADE = "<folders>", "<made>"
+FOLDERS, MADE = "<folder>", "<made>"
 
 
-def _adapters(value: object) -> object:
-    paths = [value] if isinstance(value, str) else value
-    if value is None or isinstance(value, dict):
+def _adapter(value: object) -> object:
+    if value is None or isinstance(value, dict | NewAdapterConfig) or (isinstance(value, str) and value):
         return value
-    if not isinstance(paths, list) or not paths or not all(isinstance(each, str) and each for each in paths):
-        raise ValueError(
-            f"got {described(value)}, expected the folder of an adapter, a list of folders, or"
-            " {create: lora, rank: 8}"
-        )
-    return paths
+    raise ValueError(
+        f"got {described(value)}, expected the folder of an adapter, or {{create: lora, rank: 8}}"
+    )
 
 
-_Adapters = Annotated[
-    Annotated[list[str], Tag(FOLDERS)] | Annotated[NewAdapterConfig, Tag(MADE)],
-    Discriminator(lambda value: FOLDERS if isinstance(value, list) else MADE),
+_Adapter = Annotated[
+    Annotated[str, Tag(FOLDERS)] | Annotated[NewAdapterConfig, Tag(MADE)],
+    Discriminator(lambda value: FOLDERS if isinstance(value, str) else MADE),
 ]
 
 
@@ -84,10 +79,10 @@ class ModelConfig(ConfigSection):
     task: Task | None = None
     """What a pretrained model does; it implies the loss and how rows become inputs."""
     adapter: Annotated[
-        _Adapters | None,
-        BeforeValidator(_adapters, json_schema_input_type=str | list[str] | NewAdapterConfig | None),
+        _Adapter | None,
+        BeforeValidator(_adapter, json_schema_input_type=str | NewAdapterConfig | None),
     ] = None
-    """The folder of a PEFT adapter, a list of them, or {create: lora}; only adapters are differentiated."""
+    """The folder of a PEFT adapter, or {create: lora}; only the adapter is differentiated."""
     dtype: Literal["as-saved", "float32", "bfloat16"] = "as-saved"
     """Precision in which parameters that are not differentiated are stored; products run in engine.dtype."""
     load: Literal["4bit", "8bit"] | None = None
@@ -99,15 +94,11 @@ class ModelConfig(ConfigSection):
     trust_remote_code: bool = False
     """Whether Python code that lies in the pretrained folder may run."""
     checkpoint: FilePath | None = None
-    """The weights: .safetensors, .safetensors.index.json, .pt, .pth, .ckpt, or a folder of
-    torch.distributed.checkpoint, relative to this config.
-    """
+    """The weights: .safetensors, .safetensors.index.json, .pt, .pth or .ckpt, relative to this config."""
     state_dict_key: str | None = None
     """The place of the weights in a .pt, .pth or .ckpt file."""
     state_dict_prefix: str | None = None
     """The prefix of the model's weights in the checkpoint, such as `student.`; others are left out."""
-    strict: bool = True
-    """Whether the checkpoint must fit exactly; with false, what does not fit is left out and listed."""
     mode: Literal["eval", "train"] = "eval"
     """Whether the model runs as in evaluation or as in training (dropout on)."""
 
@@ -139,6 +130,4 @@ class ModelConfig(ConfigSection):
             raise ValueError(
                 f"{given[0]} says where in the checkpoint the weights lie, but there is no checkpoint"
             )
-        if not self.strict:
-            raise ValueError("strict: false says that a checkpoint need not fit, but there is no checkpoint")
         return self

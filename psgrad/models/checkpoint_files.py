@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.models.distributed_checkpoints import INDEX, read_distributed
 from psgrad.run.input_files import require_file
 from psgrad.wording import first_line, first_of
 
 INDEX_SUFFIX = ".safetensors.index.json"
-FOLDERS = ("config.json", "adapter_config.json", INDEX)
+FOLDERS = ("config.json", "adapter_config.json")
 """The files by one of which a folder is known as a checkpoint."""
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".pth.tar")
 # CVE-2025-32434 and CVE-2026-24747: before this version a file could run code or corrupt memory in spite of
@@ -33,18 +32,22 @@ _SAFE_TORCH = (2, 10)
 _SAVE_SAFELY = (
     "where it was made, save the state dict alone: safetensors.torch.save_file(model.state_dict(), path)"
 )
+# Folders of sharded training -> the program that makes one file of them.
+_CONVERTERS = {
+    ".metadata": "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt",
+    "zero_to_fp32.py": "the zero_to_fp32.py in it",
+    "latest": "DeepSpeed's zero_to_fp32.py",
+}
 _SHOWN = 10
 
 # -- which files there are -----------------------------------------------------------------------------------
 
 
 def checkpoint_kind(path: Path, key: str | None = None) -> str:
-    """'torch', 'safetensors', 'index' or 'distributed' (a folder), once it is known that there is a file, and
-    that `key` goes with it. Raises ConfigError, and CheckpointError for an empty file.
+    """'torch', 'safetensors' or 'index', once it is known that there is a file, and that `key` goes with it.
+    Raises ConfigError, and CheckpointError for an empty file.
     """
     name = path.name.lower()
-    if path.is_dir() and (path / INDEX).is_file():
-        return "distributed"
     require_file(path, "checkpoint", CheckpointError)
     if name.endswith(TORCH_SUFFIXES):
         return "torch"
@@ -52,16 +55,10 @@ def checkpoint_kind(path: Path, key: str | None = None) -> str:
         raise ConfigError(
             f"the checkpoint {path} has a suffix that psgrad does not read; expected .safetensors,"
             f" {INDEX_SUFFIX}, {', '.join(TORCH_SUFFIXES)}",
-            hint=(
-                "exported programs (.pt2), TorchScript and plain pickles are code, and psgrad runs no code of"
-                " a checkpoint"
-            ),
+            hint="save the state dict alone: exported programs, TorchScript and plain pickles are code",
         )
     if key is not None:
-        raise ConfigError(
-            f"model.state_dict_key is {key!r}, but {path.name} holds tensors only",
-            hint="leave the key out",
-        )
+        raise ConfigError(f"model.state_dict_key is {key!r}, but {path.name} holds tensors only")
     return "index" if name.endswith(INDEX_SUFFIX) else "safetensors"
 
 
@@ -73,22 +70,19 @@ def require_checkpoint(path: Path) -> Path:
         return require_file(path, "checkpoint", CheckpointError)
     if any((path / name).is_file() for name in FOLDERS):
         return path
-    if any(path.glob("global_step*")) or (path / "zero_to_fp32.py").exists():
+    converter = next((program for name, program in _CONVERTERS.items() if (path / name).exists()), None)
+    if converter is not None:
         raise ConfigError(
-            f"the checkpoint {path} is one of DeepSpeed ZeRO, whose shards are pickles",
-            hint="run the zero_to_fp32.py in it, and name the folder that it writes",
+            f"the checkpoint {path} is a folder of sharded training, whose files are not read",
+            hint=f"make one file of it by {converter}, and name that file",
         )
     raise ConfigError(
-        f"the checkpoint {path} is a folder with none of {', '.join(FOLDERS)}; expected a file, or a"
-        " folder of save_pretrained, of a peft adapter, or of torch.distributed.checkpoint",
-        hint="name the file inside it",
+        f"the checkpoint {path} is a folder with none of {', '.join(FOLDERS)}", hint="name the file inside it"
     )
 
 
 def checkpoint_files(path: Path) -> list[Path]:
     """The files that a checkpoint consists of: itself, and the shards that it names."""
-    if path.is_dir():
-        return [path / INDEX, *sorted(path.glob("*.distcp"))]
     if not path.name.endswith(".index.json"):
         return [path]
     return [path, *(path.parent / shard for shard in sorted(set(weight_map(path).values())))]
@@ -99,10 +93,7 @@ def json_content(path: Path, named: str = "") -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{named}{path} is not valid JSON: {error}",
-            hint="an interrupted copy or download",
-        ) from error
+        raise CheckpointError(f"{named}{path} is not valid JSON: {error}", hint="copy it again") from error
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -113,17 +104,14 @@ def weight_map(index: Path) -> dict[str, str]:
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
-            f"the index {index} has no weight_map"
-            "; expected "
-            '{"weight_map": {"tensor": "shard.safetensors", ...}}',
+            f'the index {index} has no weight_map, such as {{"tensor": "file.safetensors"}}'
         )
     suffix = ".bin" if index.name.endswith(".bin.index.json") else ".safetensors"
     for name, shard in weight_map.items():
         if not _stays_inside(shard, suffix):
             raise CheckpointError(
-                f"the index {index} sends {name!r} to {shard!r}; no file was opened; expected the path of"
-                f" a {suffix} file below the index's own folder: relative, without '..' or backslash",
-                hint="a damaged index, or one made to reach other files of this machine",
+                f"the index {index} sends {name!r} to {shard!r}; no file was opened",
+                hint=f"a shard is a {suffix} file below the index's own folder; copy the checkpoint again",
             )
     return weight_map
 
@@ -165,15 +153,11 @@ class StateDict:
 def read_checkpoint(path: Path, key: str | None = None) -> StateDict:
     """What a checkpoint holds; nothing in the file is ever executed.
 
-    `.safetensors`, `.safetensors.index.json` (sharded), folders of torch.distributed.checkpoint, and `.pt`,
-    `.pth`, `.ckpt` as torch.save writes them. `key` names the state dict inside a larger object, dotted where
-    it lies deeper. Raises ConfigError for a path that is no checkpoint, CheckpointError for a file that can't
-    be read, or only by running it.
+    `.safetensors`, `.safetensors.index.json` (sharded), and `.pt`, `.pth`, `.ckpt` as torch.save writes them.
+    `key` names the state dict inside a larger object, dotted where it lies deeper. Raises ConfigError for a
+    path that is no checkpoint, CheckpointError for a file that can't be read, or only by running it.
     """
-    kind = checkpoint_kind(path, key)
-    if kind == "distributed":
-        return StateDict(read_distributed(path, key))
-    if kind != "torch":
+    if checkpoint_kind(path, key) != "torch":
         shards = shards_of(path).items()
         return StateDict({name: each for file, names in shards for name, each in _tensors(file, names)})
     content = read_torch(path)
@@ -208,8 +192,8 @@ def read_torch(path: Path, device: str = "cpu") -> object:
     """What is in a file of torch.save; on the device "meta" without memory. Raises CheckpointError."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _SAFE_TORCH:
         raise CheckpointError(
-            f"the checkpoint {path} is a pickle inside, and torch {torch.__version__} reads those"
-            " unsafely; expected torch 2.10 or newer, or a .safetensors file",
+            f"the checkpoint {path} is a pickle inside, and torch {torch.__version__} reads those unsafely",
+            hint="install torch 2.10 or newer, or save a .safetensors file",
         )
     require_plain_archive(path)
     try:
@@ -247,8 +231,7 @@ def require_plain_archive(path: Path) -> None:
         raise _damaged(path, "torch.save archive", error) from error
     if not plain:
         raise CheckpointError(
-            f"the checkpoint {path} is compressed, which no archive of torch.save is",
-            hint=_SAVE_SAFELY,
+            f"the checkpoint {path} is compressed, as torch.save writes none", hint=_SAVE_SAFELY
         )
 
 
@@ -256,7 +239,7 @@ def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint {path} is damaged: {first_line(error)}; expected a whole {kind}; this file has"
         f" {path.stat().st_size} bytes",
-        hint="an interrupted copy or download; copy it again and compare its SHA-256 with the source's",
+        hint="an interrupted copy or download: copy it again",
     )
 
 
@@ -282,15 +265,9 @@ def state_dict_in(loaded: object, key: str | None, path: Path) -> dict[str, Tens
     if usable:
         step = f"set model.state_dict_key to the state dict that you mean: {first_of(usable, _SHOWN)}"
     if key is not None and found is None:
-        raise ConfigError(
-            f"the checkpoint {path} has no {key!r}",
-            hint=step,
-        )
+        raise ConfigError(f"the checkpoint {path} has no {key!r}", hint=step)
     what = f"{key!r} in the checkpoint {path}" if key is not None else f"the checkpoint {path}"
-    raise CheckpointError(
-        f"{what} is no state dict; expected tensors by name",
-        hint=step,
-    )
+    raise CheckpointError(f"{what} is no state dict: tensors by name", hint=step)
 
 
 def _at(loaded: object, key: str) -> object:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from psgrad.config import nearest
-from psgrad.errors import CheckpointError, one_line
+from psgrad.errors import CheckpointError
 from psgrad.models.in_files import fill_from_files
 from psgrad.wording import first_of
 
@@ -25,7 +25,6 @@ def load_into(
     source: str,
     *,
     prefix: str | None = None,
-    strict: bool = True,
     as_saved: bool = False,
 ) -> str | None:
     """Copies `state_dict` into the model's parameters and buffers; `source` is its name in messages. A
@@ -33,74 +32,46 @@ def load_into(
 
     With a `prefix` only names that begin with it are taken, without it. Else the match must be exact, but for
     two things: of the names of a tied tensor one is enough, and a wrapper's prefix is stripped where that,
-    and only that, makes the match exact for the names that have it. Without `strict` what fits is copied, and
-    what does not is listed. `as_saved`: a parameter takes the checkpoint's type where that is wider, so that
-    nothing is rounded. The returned note says what was stripped or left out. Raises CheckpointError.
+    and only that, makes the match exact for the names that have it. `as_saved`: a parameter takes the
+    checkpoint's type where that is wider, so that nothing is rounded. The returned note says what was
+    stripped or left out. Raises CheckpointError.
     """
-    chosen = _chosen(model, state_dict, source, prefix)
-    fit = _fit(model, chosen.tensors)
-    if not fit.exact and (strict or not fit.matched - len(fit.mismatched)):
+    tensors, note = _chosen(model, state_dict, source, prefix)
+    fit = _fit(model, tensors)
+    if not fit.exact:
         raise CheckpointError(
-            f"the checkpoint {source} does not fit the model: {fit.describe()}",
-            hint=one_line(fit.likely_cause(), _ways_out(fit) if strict else None),
+            f"the checkpoint {source} does not fit the model: {fit.describe()}", hint=fit.hint()
         )
-    odd = {line.partition(": ")[0] for line in fit.mismatched}
-    kept = {name: tensor for name, tensor in chosen.tensors.items() if name not in odd}
     if as_saved:
-        _widen(model, kept)
-    _copy(model, kept, source)
-    notes = chosen.notes(source) if fit.exact else [*chosen.notes(source), fit.loose(source)]
-    return "; ".join(notes) or None
-
-
-def _ways_out(fit: _Fit) -> str | None:
-    if fit.missing or fit.mismatched or not fit.matched:
-        return None
-    return "set model.strict: false, or model.state_dict_prefix, to leave out the unexpected ones"
-
-
-@dataclass(frozen=True)
-class _PartOfStateDict:
-    """Tensors of a checkpoint, without the prefix that they had. rest: the names of the others."""
-
-    tensors: Mapping[str, Tensor]
-    prefix: str = ""
-    rest: tuple[str, ...] = ()
-
-    def notes(self, source: str) -> list[str]:
-        if not self.prefix:
-            return []
-        found = [f"stripped the prefix {self.prefix!r} from the {len(self.tensors)} names of {source}"]
-        if self.rest:
-            found.append(f"left out {len(self.rest)} others: {first_of(self.rest, _SHOWN)}")
-        return found
-
-
-def _below(state_dict: Mapping[str, Tensor], prefix: str) -> _PartOfStateDict:
-    chosen = {name.removeprefix(prefix): each for name, each in state_dict.items() if name.startswith(prefix)}
-    return _PartOfStateDict(chosen, prefix, tuple(name for name in state_dict if not name.startswith(prefix)))
+        _widen(model, tensors)
+    _copy(model, tensors, source)
+    return note
 
 
 def _chosen(
     model: nn.Module, state_dict: Mapping[str, Tensor], source: str, prefix: str | None
-) -> _PartOfStateDict:
-    """The part of a state dict that is the model's: that below `prefix`, or below the wrappers' prefix
-    without which the match is exact, or all of it.
+) -> tuple[Mapping[str, Tensor], str | None]:
+    """(the part of a state dict that is the model's, what was left out): the part below `prefix`, or below
+    the wrappers' prefix without which the match is exact, or all of it.
     """
-    if prefix is not None:
-        found = _below(state_dict, prefix)
-        if not found.tensors:
-            raise CheckpointError(
-                f"no name in the checkpoint {source} begins with {prefix!r} (model.state_dict_prefix);"
-                f" expected names such as {first_of(list(state_dict), _SHOWN)}",
-            )
-        return found
-    if _fit(model, state_dict).exact:
-        return _PartOfStateDict(state_dict)
-    for each in _wrappings(state_dict):
-        if _fit(model, (found := _below(state_dict, each)).tensors).exact:
-            return found
-    return _PartOfStateDict(state_dict)
+    if prefix is None:
+        wrappers = [] if _fit(model, state_dict).exact else _wrappings(state_dict)
+        prefix = next((each for each in wrappers if _fit(model, _below(state_dict, each)).exact), None)
+    if not prefix:
+        return state_dict, None
+    chosen = _below(state_dict, prefix)
+    if not chosen:
+        raise CheckpointError(
+            f"no name in the checkpoint {source} begins with {prefix!r} (model.state_dict_prefix);"
+            f" it has {first_of(list(state_dict), _SHOWN)}",
+        )
+    rest = [name for name in state_dict if not name.startswith(prefix)]
+    note = f"stripped the prefix {prefix!r} from the {len(chosen)} names of {source}"
+    return chosen, note + (f"; left out {len(rest)} others: {first_of(rest, _SHOWN)}" if rest else "")
+
+
+def _below(state_dict: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): each for name, each in state_dict.items() if name.startswith(prefix)}
 
 
 def _wrappings(state_dict: Mapping[str, Tensor], outer: str = "") -> list[str]:
@@ -114,10 +85,14 @@ def _wrappings(state_dict: Mapping[str, Tensor], outer: str = "") -> list[str]:
 
 @dataclass(frozen=True)
 class _Fit:
-    """How the names of a checkpoint compare with those of a model."""
+    """How the names of a checkpoint compare with those of a model.
 
-    missing: list[str]  # the model's, with the nearest unexpected ones
-    unexpected: list[str]  # the checkpoint's, with the nearest missing ones
+    missing: the model's, with the nearest unexpected ones. unexpected: the checkpoint's, with the nearest
+    missing ones. mismatched: of another shape or type. matched: how many names are in both.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
     mismatched: list[str]
     matched: int
 
@@ -135,20 +110,12 @@ class _Fit:
         details = [line for name, lines in groups if lines for line in _group(name, lines)]
         return "\n".join([counts, *details])
 
-    def loose(self, source: str) -> str:
-        """What `strict: false` left out, and what it left as it was."""
-        groups = (
-            ("have no place in the model", self.unexpected),
-            ("have another shape or type", self.mismatched),
-            ("are not in it, and the model keeps what it was built with", self.missing),
-        )
-        said = [f"{len(names)} {words}: {first_of(names, _SHOWN)}" for words, names in groups if names]
-        return f"strict is false: of {source} " + "; ".join(said)
-
-    def likely_cause(self) -> str:
-        if self.matched == 0:
+    def hint(self) -> str:
+        if not self.matched:
             return "the checkpoint belongs to another model, or its names carry another prefix"
-        return "the factory's kwargs differ from those that the model was trained with"
+        if self.missing or self.mismatched:
+            return "the factory's kwargs differ from those that the model was trained with"
+        return "save the model's own state dict, or name its model.state_dict_prefix"
 
 
 def _group(name: str, lines: list[str]) -> list[str]:

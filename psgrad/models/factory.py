@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from psgrad.config import ModelConfig, did_you_mean
 from psgrad.errors import ConfigError, ModelError
-from psgrad.models.adapters import Adapted, with_adapters
+from psgrad.models.adapters import Adapted, with_adapter
 from psgrad.models.checkpoint_files import StateDict, checkpoint_files, read_checkpoint, require_checkpoint
 from psgrad.models.checkpoints import load_into
 from psgrad.models.hub import library
@@ -108,7 +108,7 @@ def at_checkpoint(config: ModelConfig, base: Path) -> ModelConfig:
             hint=f"set model.{key}: {config.checkpoint}, and model.task, in place of model.{made_by}",
         )
     name = str(config.checkpoint)
-    there = {"adapter": [name]} if key == "adapter" else {"pretrained": name, "revision": None}
+    there = {"adapter": name} if key == "adapter" else {"pretrained": name, "revision": None}
     return config.model_copy(update={"checkpoint": None, **there})
 
 
@@ -142,7 +142,6 @@ def _filled(
         found.tensors,
         str(config.checkpoint),
         prefix=config.state_dict_prefix,
-        strict=config.strict,
         as_saved=config.pretrained is not None,
     )
     notes = [*made.notes, *found.notes, *([note] if note else [])]
@@ -157,7 +156,7 @@ def _from_pretrained(
     found = load_pretrained(config, base, narrow=narrow, allow_download=allow_download, in_files=in_files)
     adapted = Adapted(found.model)
     if config.adapter is not None:
-        adapted = with_adapters(found, config, base, allow_download=allow_download)
+        adapted = with_adapter(found, config, base, allow_download=allow_download)
     origin = ModelOrigin(
         config.pretrained,
         str(found.location.folder),
@@ -171,7 +170,7 @@ def _from_pretrained(
         [*found.notes, *adapted.notes],
         found.modules_imported,
         files_sha256([*checkpoint_files(found.weights), *adapted.weights]),
-        pick_for(found.pretrained.task, found.pretrained.config, adapted.virtual),
+        pick_for(found.pretrained.task, found.pretrained.config),
         found.pretrained,
         origin,
     )

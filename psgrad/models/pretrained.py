@@ -36,7 +36,6 @@ AUTO_CLASSES: Mapping[Task, str] = {
     "masked-lm": "AutoModelForMaskedLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
-    "multiple-choice": "AutoModelForMultipleChoice",
     "question-answering": "AutoModelForQuestionAnswering",
     "regression": "AutoModelForSequenceClassification",
 }
@@ -306,32 +305,25 @@ def _settings_of(model: nn.Module) -> list[Any]:
     return [each for each in found if hasattr(each, "use_cache")]
 
 
-_POSITIONS: tuple[Task, ...] = ("causal-lm", "token-classification", "masked-lm", "question-answering")
-
-
 @dataclass(frozen=True)
 class Pick:
-    """Takes what the loss reads out of a model's output, sample axis in front.
-
-    Logits; the start and end logits of question-answering as [n, positions, 2]; the only number of a
-    regression as [n]. The first `virtual` positions are an adapter's, and have no label.
+    """Takes what the loss reads out of a model's output, sample axis in front: logits; the start and end
+    logits of question-answering as [n, positions, 2]; the only number of a regression as [n].
     """
 
     task: Task
     single: bool = False
-    virtual: int = 0
 
     def __call__(self, output: Any) -> torch.Tensor:
         if self.task == "question-answering":
-            logits: torch.Tensor = torch.stack([output.start_logits, output.end_logits], -1)
-        else:
-            logits = output.logits[..., 0] if self.single else output.logits
-        return logits[:, self.virtual :] if self.virtual and self.task in _POSITIONS else logits
+            return torch.stack([output.start_logits, output.end_logits], -1)
+        logits: torch.Tensor = output.logits
+        return logits[..., 0] if self.single else logits
 
 
-def pick_for(task: Task, settings: Any, virtual: int = 0) -> Pick:
+def pick_for(task: Task, settings: Any) -> Pick:
     """What the loss of a task reads of the output of a model with this config."""
-    return Pick(task, task == "regression" and settings.num_labels == 1, virtual)
+    return Pick(task, task == "regression" and settings.num_labels == 1)
 
 
 def model_inputs(pretrained: Pretrained) -> frozenset[str] | None:

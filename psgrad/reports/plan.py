@@ -42,7 +42,7 @@ def totals(result: PlanResult) -> list[str]:
     chunks = count(-(-result.rows // result.chunk_size), "chunk")
     materialised = listed_names([each.parameter for each in result.parameters if not each.factored])
     moved = f"; {amount(result.moved_bytes)} come to the device a chunk" if result.moved_bytes else ""
-    lines = [
+    return [
         f"chunk size   {result.chunk_size:,}, {chunks} for {count(result.rows)}",
         f"time         {seconds} for the gradients, {of_chunk} a chunk, by two chunks that were run",
         f"memory       {amount(result.total_bytes)} at its highest: a pass {amount(result.peak_bytes)},"
@@ -56,7 +56,3 @@ def totals(result: PlanResult) -> list[str]:
         f"replay       {'yes' if result.replayed else 'no'}: {printable(result.replay_reason)}",
         f"materialised {materialised or 'no parameter'}",
     ]
-    if result.obstacle is not None:
-        why = printable(result.obstacle)
-        lines.append(f"note         the pass was followed while the first rows ran: {why}")
-    return lines

@@ -50,6 +50,7 @@ OWN_ENTRIES = (
     *("harmful.csv", "groups.parquet", "contrasts.parquet", "tokens.parquet"),
     *("evaluation.json", "evaluation.csv", "evaluation_details.parquet", "evaluation_points.parquet"),
     *(PUBLIC, PRIVATE, CHECKPOINT),
+    *("steps", "rows", "layers", "sources", "spikes"),  # of a monitor
 )
 
 # The characters with which a spreadsheet begins a formula, also in full width, and behind characters that it

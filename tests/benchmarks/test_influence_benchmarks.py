@@ -266,18 +266,7 @@ def test_seconds_of_solves_beside_plain_ways(script: Any, tmp_path: Path) -> Non
     )
 
 
-# -- the scan of an index ------------------------------------------------------------------------------------
-
-
-def test_all_scans_of_an_index_find_the_same_scores(script: Any, tmp_path: Path) -> None:
-    found = script("index_scan")
-    rows = found.stored_rows(tmp_path, 40, 64)
-    asked = torch.randn(3, 64, dtype=torch.float64)
-    exact = torch.cat([block.rows.double() for block in rows.blocks()]) @ asked.t()
-    ways = found.contenders(rows, asked)
-    for name in ("whole numbers", "float32 blocks", "float32 rows"):
-        torch.testing.assert_close(ways[name][1]().double(), exact, rtol=1e-5, atol=1e-4)
-    assert found.error(rows, asked) < 1e-7
+# -- the search of an index ----------------------------------------------------------------------------------
 
 
 def test_approximate_search_of_all_lists_finds_all(script: Any, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from psgrad.errors import EXIT_USAGE
         ["dp-step", "--plan"],
         ["merge"],
         ["analyze", "--part", "1/2"],
-        ["influence", "--part", "1/2"],
         ["influence", "index", "--part", "1/2"],
     ],
     ids=" ".join,

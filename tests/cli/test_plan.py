@@ -63,7 +63,7 @@ def test_json_says_the_same(reluctant: Workplace) -> None:
     outcome = planned(reluctant, "--json", "--set", "engine.chunk_size=100")
     assert outcome.code == 0, outcome.err
     found = json.loads(outcome.out)
-    assert (found["rows"], found["chunk_size"], found["obstacle"]) == (ROWS, 100, None)
+    assert (found["rows"], found["chunk_size"]) == (ROWS, 100)
     assert [row["parameter"] for row in found["parameters"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert found["input_bytes"] == 100 * (4 * 4 + 8)
     assert found["parameter_bytes"] == 4 * (5 * 4 + 5 + 3 * 5 + 3)

@@ -553,7 +553,6 @@ def test_check_that_would_take_long_is_left_out_with_its_predicted_time(
     [
         "ekfac",
         "trak",
-        "datainf",
         "projected_influence",
         {"name": "ekfac", "fisher": "empirical"},
         {"name": "influence", "curvature": "fisher"},
@@ -655,19 +654,14 @@ def test_large_output_names_cheaper_methods_that_run(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is named must work for this model and loss, for which no labels can be drawn."""
-    monkeypatch.setattr("psgrad.engine.influence.solvers.solver_costs.TOLD_SECONDS", 0.0)
     monkeypatch.setattr("psgrad.commands.influence._SELF_SECONDS", 0.0)
     place.use_model(LARGE_OUTPUT)
     place.use_loss(OWN_LOSS)
     place.section.update(method="influence", check="never")
     outcome = place.influence("--overwrite")
     assert outcome.code == 0, outcome.err
-    assert "curvature: fisher, or influence.method: {name: ekfac, fisher: empirical}, is much" in outcome.err
     assert "and is left out; curvature: fisher has it for the price of scores" in outcome.err
     assert "exact" not in outcome.err
-    plain = pd.read_parquet(place.folder / "out" / "scores.parquet")["score"]
     for method in ({"name": "influence", "curvature": "fisher"}, {"name": "ekfac", "fisher": "empirical"}):
         place.section["method"] = method
         assert place.influence("--overwrite").code == 0
-    place.section["method"] = {"name": "influence", "preconditioner": "ekfac"}
-    np.testing.assert_allclose(place.ranked("--overwrite")["score"], plain, rtol=1e-3)

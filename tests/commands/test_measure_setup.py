@@ -74,7 +74,7 @@ def test_a_run_has_the_columns_tables_and_arrays(workplace: Workplace) -> None:
         ({"name": "projected_gradients", "dimension": 0}, "got 0 as dimension, expected at least 1 column"),
         (
             {"name": "projected_gradients", "kind": "two-sided"},
-            "expected one of sparse, rademacher, gaussian, none",
+            "expected one of sparse, none",
         ),
         ({"name": "ntk", "samples": 1.5}, "expected a whole number"),
         ({"name": "covariance_spectrum", "tops": 3}, "did you mean top?"),

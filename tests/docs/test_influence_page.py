@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner
 
 from psgrad.cli.app import app
 from psgrad.config import IndexConfig, IndexSearchConfig, load_config
-from psgrad.engine.influence.evaluation.retraining import fresh_model
 from psgrad.plugins import METHODS, own_classes
 from psgrad.run.folders import OWN_ENTRIES
 from psgrad.run.results.influence import EVALUATION_COLUMNS, SCORE_COLUMNS
@@ -53,8 +50,8 @@ def test_the_code_of_the_page_runs() -> None:
     torch.manual_seed(0)
     names: dict[str, Any] = {}
     for block in blocks("python"):
-        if "def train(" in block or "def step(" in block:
-            continue  # a signature, with nothing in it; a file, which another test runs
+        if "def train(" in block:
+            continue  # a signature, with nothing in it
         line = TEXT[: TEXT.index(block)].count("\n")
         exec(compile("\n" * line + block, str(PAGE), "exec"), names)
     x, y, xq, yq, model = (names[name] for name in ("x", "y", "xq", "yq", "model"))
@@ -88,54 +85,6 @@ def test_the_code_of_the_page_runs() -> None:
 
     expected = in_order(gradients) @ torch.linalg.solve(curvature, in_order(asked).T)
     torch.testing.assert_close(names["scores"], expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.long
-def test_the_training_step_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its scores are finite differences of a plain loop over its own functions."""
-    step = next(block for block in blocks("python") if "def step(" in block)
-    (tmp_path / "train.py").write_text(step)
-    (tmp_path / "model.py").write_text(
-        "from torch import nn\n\n\ndef build():\n"
-        "    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()\n"
-    )
-    random = np.random.default_rng(0)
-    x, y = random.normal(size=(40, 4)), random.integers(0, 3, 40)
-    np.savez(tmp_path / "rows.npz", x=x, y=y)
-    section = next(block for block in blocks("yaml") if "train.py:step" in block)
-    (tmp_path / "config.yaml").write_text(
-        "version: 1\nmodel: {factory: 'model.py:build'}\nloss: cross_entropy\n"
-        "data: {path: rows.npz, inputs: x, target: y}\nengine: {dtype: float64}\noutput: run\n" + section
-    )
-    settings = ["influence.method.name=replay", "influence.method.subsets=0", "influence.queries.rows=[1]"]
-    arguments = [part for setting in settings for part in ("--set", setting)]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "model", raising=False)  # of another test
-    done = CliRunner().invoke(app, ["influence", "config.yaml", *arguments, "--no-report", "--matrix"])
-    assert done.exit_code == 0, done.stderr
-    scores = load_file(tmp_path / "run" / "matrix.safetensors")["scores"]
-
-    monkeypatch.syspath_prepend(str(tmp_path))
-    names: dict[str, Any] = {}
-    exec(compile(step, str(PAGE), "exec"), names)
-    initial = {
-        name: value.detach()
-        for name, value in fresh_model(lambda seed: names["build"](), 0).named_parameters()
-    }
-    inputs, labels = torch.from_numpy(x), torch.from_numpy(y)
-
-    def loss_with(row: int, weight: float) -> float:
-        params, state = initial, names["state"](initial)
-        weights = torch.ones(40, dtype=torch.float64)
-        weights[row] = weight
-        for rows in names["batches"](40, 0):
-            params, state = names["step"](params, state, (inputs[rows], labels[rows]), weights[rows])
-        output = torch.func.functional_call(names["MODEL"], params, (inputs[1:2],))
-        return float(nn.functional.cross_entropy(output, labels[1:2]))
-
-    for row in (0, 1, 17):
-        change = (loss_with(row, 1 - 1e-4) - loss_with(row, 1 + 1e-4)) / 2e-4
-        assert float(scores[row, 0]) == pytest.approx(change, rel=1e-4, abs=1e-7)
 
 
 def test_the_config_of_the_page_loads(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_torch_with_a_key(tmp_path: Path) -> None:
 
     assert same(read_state_dict(path, "ema"), TENSORS)
     with pytest.raises(
-        CheckpointError, match=r"is no state dict\n.*\n  hint: set model.state_dict_key .*: ema$"
+        CheckpointError, match=r"is no state dict.*\n  hint: set model.state_dict_key .*: ema$"
     ):
         read_state_dict(path)
     with pytest.raises(ConfigError, match=r"has no 'best'\n  hint: set model.state_dict_key .*: ema$"):
@@ -280,7 +280,7 @@ def test_a_key_for_safetensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2)], {}, {1: torch.ones(2)}, {"a": 3}])
 def test_a_torch_file_without_a_state_dict(tmp_path: Path, value: object) -> None:
     torch.save(value, tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match="is no state dict; expected tensors by name"):
+    with pytest.raises(CheckpointError, match="is no state dict"):
         read_state_dict(tmp_path / "model.pt")
 
 

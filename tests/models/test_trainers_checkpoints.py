@@ -1,11 +1,10 @@
-"""Checkpoints as trainers write them: Lightning, DDP, torch.compile, FSDP, timm, with what lies beside the
+"""Checkpoints as trainers write them: Lightning, DDP, torch.compile, timm, with what lies beside the
 weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import pickle
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from psgrad.config import ModelConfig
 from psgrad.errors import CheckpointError, ConfigError, ModelError
-from psgrad.models.checkpoint_files import read_checkpoint
+from psgrad.models.checkpoint_files import read_checkpoint, require_checkpoint
 from psgrad.models.checkpoints import load_into
 from psgrad.models.factory import load_model
 from psgrad.run.results.manifest import content_of
@@ -141,7 +140,7 @@ def test_tensors_of_others_without_a_prefix_are_unexpected() -> None:
     with pytest.raises(CheckpointError) as caught:
         loaded({**state(), "criterion.weight": torch.ones(3)})
     assert "1 unexpected" in str(caught.value)
-    assert "set model.strict: false, or model.state_dict_prefix" in str(caught.value)
+    assert "state_dict_prefix" in str(caught.value)
 
 
 def test_a_prefix_that_is_said() -> None:
@@ -154,89 +153,12 @@ def test_a_prefix_that_is_said() -> None:
         loaded(both, prefix="pupil.")
 
 
-def test_not_strict() -> None:
-    tensors = {**state(), "criterion.weight": torch.ones(3), "2.weight": torch.ones(2, 3)}
-    del tensors["0.bias"]
-    model = network()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    note = load_into(model, tensors, "run.ckpt", strict=False)
-
-    assert note == (
-        "strict is false: of run.ckpt 1 have no place in the model: criterion.weight; 1 have another shape or"
-        " type: 2.weight: [2, 3] in the checkpoint, [1, 3] in the model; 1 are not in it, and the model keeps"
-        " what it was built with: 0.bias"
-    )
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name] if name in ("0.bias", "2.weight") else state()[name])
-
-
-def test_not_strict_and_nothing_fits() -> None:
-    with pytest.raises(CheckpointError, match="does not fit the model"):
-        load_into(network(), {"a": torch.ones(1)}, "run.ckpt", strict=False)
-
-
-# -- torch.distributed.checkpoint ----------------------------------------------------------------------------
-
-
-def save_distributed(folder: Path, content: dict[str, Any]) -> Path:
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    save(content, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
-def load_factory(folder: Path, **options: Any) -> Any:
-    (folder / "code.py").write_text(
-        "from torch import nn\n"
-        "def network(): return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))"
-    )
-    return load_model(ModelConfig.model_validate({"factory": "code.py:network", **options}), folder)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_folder_of_distributed_checkpoints(tmp_path: Path) -> None:
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(2, 2)).sum().backward()
-    optimizer.step()
-    save_distributed(
-        tmp_path / "step-4", {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 4}
-    )
-    for options in ({}, {"state_dict_key": "model"}):
-        found = load_factory(tmp_path, checkpoint="step-4", **options)
-        assert all(
-            torch.equal(value, model.state_dict()[name]) for name, value in found.model.state_dict().items()
-        )
-    assert found.sha256 is not None
-    with pytest.raises(ConfigError, match=r"below 'ema'\n.*state_dict_key to one of model, optimizer"):
-        load_factory(tmp_path, checkpoint="step-4", state_dict_key="ema")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_code_in_the_index_of_a_distributed_checkpoint_does_not_run(tmp_path: Path) -> None:
-    folder = save_distributed(tmp_path / "step-4", {"model": state()})
-    (folder / ".metadata").write_bytes(pickle.dumps(Command(tmp_path / "canary")))
-    with pytest.raises(CheckpointError, match="nothing in it was executed"):
-        load_factory(tmp_path, checkpoint="step-4")
-    assert not (tmp_path / "canary").exists()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_an_index_that_reaches_outside_its_folder(tmp_path: Path) -> None:
-    folder = save_distributed(tmp_path / "step-4", {"model": state()})
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    next(iter(metadata.storage_data.values())).relative_path = "../secret"
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"sends a tensor to \.\./secret; no file was opened"):
-        load_factory(tmp_path, checkpoint="step-4")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_distributed_checkpoint_without_a_ranks_file(tmp_path: Path) -> None:
-    folder = save_distributed(tmp_path / "step-4", {"model": state()})
-    next(folder.glob("*.distcp")).unlink()
-    with pytest.raises(CheckpointError, match="is damaged"):
-        load_factory(tmp_path, checkpoint="step-4")
+@pytest.mark.parametrize("name", [".metadata", "zero_to_fp32.py"])
+def test_a_folder_of_sharded_training_is_refused_with_the_converter(name: str, tmp_path: Path) -> None:
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-4" / name).touch()
+    with pytest.raises(ConfigError, match=r"make one file of it by .*(dcp_to_torch|zero_to_fp32)"):
+        require_checkpoint(tmp_path / "step-4")
 
 
 # -- timm ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.gradients import (
-    Rademacher,
+    Sparse,
     per_sample_gradients,
     per_sample_square_norms,
     per_sample_weighted_sum,
@@ -19,7 +19,7 @@ from tests.random_programs.backends import ramp
 from tests.random_programs.modes import Case
 from tests.random_programs.programs import Program
 
-PROJECTION = Rademacher(4, seed=3)
+PROJECTION = Sparse(4, seed=3)
 WEIGHTS = torch.tensor([0.7, -1.3, 0.4, 2.1], dtype=torch.float64)
 
 

@@ -114,13 +114,12 @@ class RaggedChunks:
     Attributes:
         tokens: the bound in force.
         longest: the positions of the row that it was found by; None where it was not found here.
-        by_factors: whether it is for passes that keep factors.
     """
 
     def __init__(self, tokens: int | None, once: float, cut: bool, say: Callable[[str], None]) -> None:
         self.tokens, self.once, self._cut, self._say = tokens, once, cut, say
         self.longest: int | None = None
-        self._warned = self.by_factors = False
+        self._warned = False
 
     def computed(
         self,
@@ -140,8 +139,6 @@ class RaggedChunks:
         assert block.ragged is not None
         assert block.lengths is not None
         most = self.tokens
-        if most is not None and self.by_factors and not keeps_factors:
-            most *= _BUCKETS_OF_FACTORS
         if filled is None:
             planned = plan_buckets(block.lengths, block.ragged, once=self.once, most=most)
             waiting = [Bucket(places) for places in planned][::-1]
@@ -176,7 +173,6 @@ class RaggedChunks:
         assert block.ragged is not None
         assert block.lengths is not None
         longest = block.lengths.amax(0, keepdim=True).numpy()
-        self.by_factors = False
         self.tokens = max(1, len(block) * int(positions_of(longest, block.ragged)[0]) // 2)
         self._say(
             f"out of memory on {len(block)} rows of up to {longest.max()} positions; going on with"
@@ -190,13 +186,10 @@ class RaggedChunks:
         positions = positions_of(block.lengths.numpy(), block.ragged).cumsum()
         return max(1, int((positions <= _BUCKETS_OF_FACTORS * self.tokens).sum()))
 
-    def take(self, tokens: int, longest: int, by_factors: bool = False) -> int:
+    def take(self, tokens: int, longest: int) -> int:
         """So many positions at a time from now on, or as many as were asked for. The number of rows of a
         chunk: enough to find rows of like length among them.
-
-        by_factors: whether `tokens` is for passes that keep factors; others take half of the memory.
         """
-        self.by_factors = by_factors and self.tokens is None
         self.tokens = tokens if self.tokens is None else self.tokens
         self.longest = max(1, longest)
         return max(_BUCKETS_OF_A_CHUNK * self.tokens // self.longest, _LEAST_ROWS)

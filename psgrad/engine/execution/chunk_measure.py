@@ -28,19 +28,6 @@ class ChunkMeasure(Protocol):
         """The chunk that `columns` was last asked about is done."""
 
 
-@dataclass
-class NoColumns:
-    """A measure without columns."""
-
-    needs_factors: bool
-
-    def columns(self, gradients: Any) -> dict[str, torch.Tensor]:
-        return {}
-
-    def keep(self) -> None:
-        pass
-
-
 @dataclass(frozen=True)
 class Columns:
     """What the measures computed of the rows start, ..., stop - 1."""

@@ -22,9 +22,8 @@ from psgrad.engine.gradients.per_sample import (
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Term
 from psgrad.engine.gradients.terms.numerics import flagging
-from psgrad.engine.transforms.capture import COMPILED, Captured, Entry, agree
+from psgrad.engine.transforms.capture import Captured, Entry, agree
 from psgrad.engine.transforms.private_torch import register_pytree_node
-from psgrad.engine.transforms.program import Compiler
 
 # A program pays if so many chunks of its shape are to come: a recording takes about three times a chunk, a
 # comparison one program more.
@@ -117,7 +116,6 @@ class ChunkReplay:
     Args:
         function: (params, inputs, target, *given) to what is found of a chunk.
         params: the same tensors for each chunk.
-        compile: as for `capture`.
         counts: of the run.
         alone: held while a chunk is recorded or compared, since random numbers that another thread draws
             meanwhile would be taken for the function's.
@@ -133,7 +131,6 @@ class ChunkReplay:
         self,
         function: Callable[..., Any],
         params: dict[str, torch.Tensor],
-        compile: Compiler,
         counts: ReplayCounts | None = None,
         alone: threading.Lock | None = None,
     ) -> None:
@@ -144,9 +141,9 @@ class ChunkReplay:
         self.how = "not replayed"
         # Norms are float64, but no more exact than what they are made of.
         eps = max(torch.finfo(x.dtype).eps for x in params.values())
-        self.rounding = 4 * eps if compile == "none" else COMPILED
+        self.rounding = 4 * eps
         # The parameters are tensors from outside for a program, which makes their views once.
-        self._captured = Captured(self._flagged, compile, self.counts.add_reason, hoists=True)
+        self._captured = Captured(self._flagged, self.counts.add_reason, hoists=True)
 
     def _flagged(self, *chunk: Any) -> tuple[Any, Any]:
         with flagging() as flags:

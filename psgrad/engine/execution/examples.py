@@ -44,7 +44,7 @@ class Examples:
         read: (start, stop) to these rows, counted from 0 to n - 1. Never called twice at once.
         count: n.
         options: of the Stream that takes them chunk by chunk (chunk_size, memory, randomness, capture,
-            compile, say).
+            say).
         numbers: [n], which rows of their dataset they are, for messages; None where they are rows 0 to n - 1.
         processes: those that share the rows of each pass.
         watch: called as a pass goes on, where this process begins and after each chunk, with how many rows it

@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 
+from psgrad import random_state
 from psgrad.engine.execution.bucket_plan import positions_of
 from psgrad.engine.execution.buckets import ModelSize, RaggedChunks
-from psgrad.engine.execution.chunk_measure import ChunkMeasure, Columns, NoColumns, on_the_cpu
-from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, plan_chunk
+from psgrad.engine.execution.chunk_measure import ChunkMeasure, Columns, on_the_cpu
+from psgrad.engine.execution.chunk_memory import LARGEST_AUTO_CHUNK as LARGEST_AUTO_CHUNK
 from psgrad.engine.execution.chunk_replay import PAYS_FROM, ChunkReplay, ReplayCounts
 from psgrad.engine.execution.ladder import why_without_programs
 from psgrad.engine.execution.loading import Chunk, Loader, Read
@@ -34,18 +35,11 @@ from psgrad.engine.gradients.per_sample import (
     per_sample_square_norms,
 )
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.transforms.program import Compiler
 from psgrad.errors import MeasureError, PsgradError
 from psgrad.ragged import Block
 
 _PROBE = 8
-LARGEST_AUTO_CHUNK = 1024
-# From this number of rows on a prediction saves more than its traces take, each as long as some hundred rows.
-# Measured on CPUs.
-PREDICTED_FROM = 2048
-
-
-Positions = tuple[int, int, int]
+Positions = tuple[int, int]
 
 
 class Stream(RowComputation):
@@ -56,9 +50,7 @@ class Stream(RowComputation):
         params: name -> parameter, on the device to compute on.
         read: (start, stop) to the rows in between. It is never called twice at once, yet from a thread of its
             own where it can be.
-        chunk_size: samples at a time; 'auto' takes what fits `memory`, as chunk_plan.py predicts. Where
-            there are few rows, or the pass can't be followed without running it, a small chunk comes first,
-            and its factors are measured.
+        chunk_size: samples at a time; 'auto' takes what fits `memory`, by two chunks that are run first.
         memory: bytes that an automatic chunk may take; None for a share of what is free.
         tokens: where rows differ in length, the positions that are computed at once at most, padded ones
             included; None for what fits `memory`, or for no bound where the chunk size was given.
@@ -67,11 +59,8 @@ class Stream(RowComputation):
         randomness: as for vmap.
         capture: whether chunks of one size may be replayed by a program of the first ones, where there are
             many to come; 'off' runs each by itself.
-        compile: 'inductor' has the program compiled.
         supply: brings offloaded parameters to the device; what it keeps there is given back at need.
         recompute: switched on when memory runs out over a single row.
-        scales_losses: whether cotangents are float16, which needs another scale for some samples (see
-            loss_scaling.py). Chunks are not replayed then.
         counts: of all chunks of a run, where it has several streams.
         say: called with a sentence at each retry, and with the reason why chunks are not read ahead.
 
@@ -92,10 +81,8 @@ class Stream(RowComputation):
         model_size: ModelSize | None = None,
         randomness: str = "error",
         capture: Literal["auto", "off"] = "auto",
-        compile: Compiler = "none",
         supply: Supply | None = None,
         recompute: Recompute | None = None,
-        scales_losses: bool = False,
         counts: ReplayCounts | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -111,24 +98,18 @@ class Stream(RowComputation):
             read,
             ragged=RaggedChunks(tokens, once, self.automatic, say),
             randomness=randomness,
-            scales_losses=scales_losses,
             counts=ReplayCounts() if counts is None else counts,
             say=say,
         )
         self.memory, self.recompute = memory, recompute
-        self._passed = 0  # rows of all runs, this one's included
-        self._measured = False  # whether the chunk size comes from one small chunk's factors
         self._too_large: int | None = None  # the smallest size that failed since one as large went through
         self._alone: Sequence[int] | None = None  # the row that failed by itself, once
         # Chunks of a run from row 0 on: equal for a run that goes on from a later row, whose numbers are the
         # same to the last bit.
         self._in_run = 0
         self._nothing_is_read = threading.Lock()
-        self._compile = compile
         self.replays: dict[Callable[..., Any], ChunkReplay] = {}
-        if scales_losses:
-            self.counts.add_reason("samples in float16 are scaled by their own powers of two")
-        elif capture == "off":
+        if capture == "off":
             self.counts.add_reason("engine.capture is off")
         else:
             for how in (per_sample_gradients, per_sample_square_norms):
@@ -140,22 +121,39 @@ class Stream(RowComputation):
         """Take `size` rows at a time from now on, as an earlier run did, with its `positions`: then the
         numbers are the same to the last bit.
         """
-        self.chunk_size, self.automatic, self._measured = size, False, False
+        self.chunk_size, self.automatic = size, False
         if positions is not None:
-            self.ragged.tokens, self.ragged.longest = positions[:2]
-            self.ragged.by_factors = bool(positions[2])
+            self.ragged.tokens, self.ragged.longest = positions
 
     def choose_chunk_size(self, count: int, needs_factors: bool = True, readable: int | None = None) -> None:
         """Find an automatic chunk size for `count` rows by the first few, whose gradients are not used.
 
         needs_factors: as of the measures of the pass to come. readable: rows that there are now; None for
         all.
+
+        Where the rows fail, nothing changes: they fail again where the row is named, or are halved.
         """
-        self._passed += count
-        if self.automatic:
-            few = min(count if readable is None else readable, _PROBE)
-            for _ in self.run(few, [NoColumns(needs_factors)], most=count):
-                pass
+        if not self.automatic or not count:
+            return
+        self.automatic = False
+        how = per_sample_gradients if needs_factors else per_sample_square_norms
+        budget = chunk_budget(self.device, self.memory)
+        with random_state.restored():
+            try:
+                block = self.load_block(0, min(count if readable is None else readable, _PROBE))
+                is_ragged = block.ragged is not None and block.lengths is not None
+                tokens = self.ragged.tokens if is_ragged else None
+                if tokens is None:
+                    memory = self.memory_of_chunks(how, block, budget, count)
+                    rows = memory.rows_within(budget, LARGEST_AUTO_CHUNK)
+            except Exception:
+                return
+        if block.ragged is None or block.lengths is None:
+            self.chunk_size = rows
+            return
+        longest = int(positions_of(block.lengths.numpy(), block.ragged).max())
+        tokens = rows * longest if tokens is None else tokens
+        self.chunk_size = min(self.ragged.take(tokens, longest), LARGEST_AUTO_CHUNK)
 
     def chunk_facts(self) -> list[int]:
         """The chunk size and, where there are some, the positions: for `take_chunk_facts` elsewhere."""
@@ -164,17 +162,15 @@ class Stream(RowComputation):
     def take_chunk_facts(self, facts: Sequence[int]) -> None:
         """Compute as many rows at once as the stream of another process does."""
         size, *positions = facts
-        self.fix_chunk_size(size, (positions[0], positions[1], positions[2]) if positions else None)
+        self.fix_chunk_size(size, (positions[0], positions[1]) if positions else None)
 
     @property
     def positions(self) -> Positions | None:
-        """Where rows differ in length: how many positions are computed at once, those of the row that this
-        was found by, and whether it is for passes that keep factors; None where it was not found here.
+        """Where rows differ in length: how many positions are computed at once, and those of the row that
+        this was found by; None where it was not found here.
         """
         tokens, longest = self.ragged.tokens, self.ragged.longest
-        if tokens is None or longest is None:
-            return None
-        return tokens, longest, int(self.ragged.by_factors)
+        return None if tokens is None or longest is None else (tokens, longest)
 
     @property
     def rows_at_longest(self) -> int:
@@ -183,7 +179,7 @@ class Stream(RowComputation):
         """
         if self.positions is None:
             return self.chunk_size
-        tokens, longest, _ = self.positions
+        tokens, longest = self.positions
         return max(1, min(self.chunk_size, tokens // longest))
 
     @property
@@ -198,22 +194,16 @@ class Stream(RowComputation):
         compute: Callable[..., Any] | None = None,
         start: int = 0,
         materialise: bool = False,
-        most: int | None = None,
     ) -> Generator[Columns]:
         """The measures' columns for the rows start, ..., count - 1, in order.
 
         compute: what is computed of each chunk and handed to the measures, a function with the arguments of
         `per_sample_gradients`; None for the gradients, or for the norms alone where no measure needs more.
         materialise: whether gradients are contracted so often that they are materialised where that
-        takes twice the room. most: rows of a chunk; None for as many as there are, or as fit.
+        takes twice the room.
         """
-        self._passed += count - start
-        if (
-            self._measured and self._passed >= PREDICTED_FROM
-        ):  # one run after another: more rows than the first one knew of
-            self.automatic, self._measured = True, False
-        planned = self._by_default(measures) if compute is None else per_sample_gradients
-        most = most or (count if compute is None else LARGEST_AUTO_CHUNK)
+        needs_factors = compute is not None or any(measure.needs_factors for measure in measures)
+        self.choose_chunk_size(count, needs_factors)
         waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
         reached = start
         with Loader(self.read, self.device, self.dtype, self.say, self._nothing_is_read) as loader:
@@ -224,15 +214,13 @@ class Stream(RowComputation):
                 reached = max(reached, chunk.stop)
                 values = None
                 if isinstance(chunk, Chunk):
-                    if self.automatic:
-                        self._predict(loader, chunk, planned, most)
-                    kept = keeps_factors(planned if compute is None else compute)
+                    kept = keeps_factors(self._by_default(measures) if compute is None else compute)
                     fitting = self.ragged.rows_that_fit(chunk.block) if kept else len(chunk)
                     if fitting < len(chunk):
                         waiting += [chunk.part(fitting, len(chunk)), chunk.part(0, fitting)]
                         continue
                 if isinstance(chunk, Chunk) and len(chunk) <= self.chunk_size:
-                    if not self.automatic and not any(isinstance(later, range) for later in waiting):
+                    if not any(isinstance(later, range) for later in waiting):
                         loader.expect(reached, min(reached + self.chunk_size, count))
                     to_come = (count - chunk.start) // len(chunk) if len(chunk) == self.chunk_size else 1
                     self._in_run = count // self.chunk_size
@@ -278,16 +266,7 @@ class Stream(RowComputation):
             block = replace(chunk.block, inputs=inputs, target=target)
             if compute is None:
                 self.ragged.warn_of_padding(block)
-            gradients: Any = None
-            if self.automatic:
-                gradients = self.computed(partial(per_sample_gradients, settle=False), block)
-                self._size_chunks(gradients, block)
-                if compute is not None:  # the caller wants another result than the gradients
-                    gradients = None
-            if gradients is not None:
-                pass  # computed already, to choose the chunk size
-            else:
-                gradients = self.found(how, block, to_come)
+            gradients = self.found(how, block, to_come)
             if materialise and isinstance(gradients, PerSampleGradients):
                 gradients = materialised_for_many(gradients)
             values: dict[str, torch.Tensor] = {}
@@ -353,9 +332,7 @@ class Stream(RowComputation):
                 how = partial(function, *args, **keywords) if args or keywords else function
                 return self.pass_of(how)(params, inputs, target)
 
-            self.replays[function] = ChunkReplay(
-                run, self.params, self._compile, self.counts, self._nothing_is_read
-            )
+            self.replays[function] = ChunkReplay(run, self.params, self.counts, self._nothing_is_read)
         return self.replays[function]
 
     def _drop_programs(self) -> None:
@@ -378,7 +355,6 @@ class Stream(RowComputation):
         more, with nothing else in memory.
         """
         self.retries += 1
-        self.automatic = self._measured = False
         where = f"rows {rows[0]} to {rows[-1]}" if len(rows) > 1 else f"row {rows[0]}"
         if len(rows) == 1:
             self._alone = rows
@@ -394,52 +370,6 @@ class Stream(RowComputation):
             self.say(f"out of memory on {where}; trying them in halves")
         loader.give_back()
         self.give_back()
-
-    def _predict(self, loader: Loader, chunk: Chunk, how: Callable[..., Any], most: int) -> None:
-        """Predict the chunk size, `most` at most, where a prediction is worth its time or memory was given.
-        Where none can be made, nothing changes.
-        """
-        if self.memory is None and self._passed < PREDICTED_FROM:
-            return
-        compute, block = self.pass_of(how), chunk.block
-        try:
-            if block.ragged is not None and block.lengths is not None:
-                positions = positions_of(block.lengths.numpy(), block.ragged)
-                block = self._to_device(block.at([int(positions.argmax())]))
-                inputs, target = block.inputs, block.target
-            else:
-                inputs, target = loader.to_device(chunk)
-            budget = chunk_budget(self.device, self.memory)
-            rows = chunk_for(
-                lambda size: plan_chunk(compute, self.params, inputs, target, size),
-                budget,
-                min(LARGEST_AUTO_CHUNK, most),
-            )
-            if block.ragged is None:
-                self.chunk_size = rows
-            else:
-                longest = int(positions.max())
-                self.chunk_size = min(self.ragged.take(rows * longest, longest), LARGEST_AUTO_CHUNK)
-        except (
-            Exception
-        ):  # its kernels depend on data; or the model fails, and fails again where the row is named
-            return
-        self.automatic = False
-
-    def _size_chunks(self, gradients: PerSampleGradients, block: Block) -> None:
-        """The chunk size by what the first chunk's factors took."""
-        self.automatic, self._measured = (
-            False,
-            self._passed < PREDICTED_FROM,
-        )  # else a prediction was tried and failed
-        budget = chunk_budget(self.device, self.memory)
-        if block.ragged is None or block.lengths is None:
-            self.chunk_size = chunk_for_factors(gradients, len(gradients), budget, LARGEST_AUTO_CHUNK)
-            return
-        positions = positions_of(block.lengths.numpy(), block.ragged)
-        tokens = chunk_for_factors(gradients, int(positions.sum()), budget, budget)
-        rows = self.ragged.take(tokens, int(positions.max()), by_factors=True)
-        self.chunk_size = min(rows, LARGEST_AUTO_CHUNK)
 
 
 def part_of(rows: Chunk | range, first: int, last: int) -> Chunk | range:

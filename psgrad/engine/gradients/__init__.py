@@ -4,9 +4,7 @@ from psgrad.engine.gradients.per_sample import ProjectedGradients as ProjectedGr
 from psgrad.engine.gradients.per_sample import per_sample_gradients as per_sample_gradients
 from psgrad.engine.gradients.per_sample import per_sample_projections as per_sample_projections
 from psgrad.engine.gradients.per_sample import per_sample_square_norms as per_sample_square_norms
-from psgrad.engine.gradients.projections import Gaussian as Gaussian
 from psgrad.engine.gradients.projections import Projection as Projection
-from psgrad.engine.gradients.projections import Rademacher as Rademacher
 from psgrad.engine.gradients.projections import Sparse as Sparse
 from psgrad.engine.gradients.projections import TwoSided as TwoSided
 from psgrad.engine.gradients.projections import projection_from as projection_from
@@ -16,11 +14,9 @@ from psgrad.engine.gradients.weighted_sums import WeightedSum as WeightedSum
 from psgrad.engine.gradients.weighted_sums import per_sample_weighted_sum as per_sample_weighted_sum
 
 __all__ = [
-    "Gaussian",
     "PerSampleGradients",
     "ProjectedGradients",
     "Projection",
-    "Rademacher",
     "Sparse",
     "SquareNorms",
     "TwoSided",

@@ -29,7 +29,6 @@ from psgrad.engine.gradients.terms import (
 from psgrad.engine.gradients.terms.numerics import (
     TINY_SQUARE,
     current_flags,
-    is_unchecked,
     samples_to_recompute,
 )
 from psgrad.engine.gradients.terms.placed import narrowed
@@ -115,8 +114,6 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
 
 def checked_square_norms(terms: Sequence[Term], of_terms: list[torch.Tensor]) -> list[torch.Tensor]:
     """As reliable_square_norms; of_terms: [n] float64 for each term, as computed at first."""
-    if is_unchecked():
-        return of_terms
     if (flags := current_flags()) is not None:
         for term, each in zip(terms, of_terms, strict=True):
             flags.add_squares(each, largest_of_factors(term), exact=term.dtype == torch.float64)
@@ -215,12 +212,7 @@ def _within(placed: Placed, runs: Sequence[tuple[AxisSlice, int]]) -> list[Place
         own, count = placed.layout.runs[dim]
         if own == run and count == length:
             continue
-        if own.step == run.step != 1:  # of compatible steps the common places
-            first, last = max(own.start, run.start), min(own.end(count), run.end(length))
-            places = (first, own.step, len(range(first, last, own.step)))
-        else:
-            places = (run.start, run.step, length)
-        part = narrowed(placed, dim, *places)
+        part = narrowed(placed, dim, run.start, length)
         if not part:
             return part
         (placed,) = part

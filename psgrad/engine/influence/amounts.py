@@ -112,7 +112,7 @@ def calibrated(
                 " small"
             ),
         )
-    largest, left = fitted.facts["largest_leverage"], 0.0
+    largest, left = fitted.largest, 0.0
     if largest > _LEVERAGE:
         left = second_steps(fitted, weight_decay)
     if not left <= _SECOND_STEP:

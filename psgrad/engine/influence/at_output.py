@@ -27,8 +27,8 @@ class AtOutput(Fitted):
     The parameters' change is that of the fit, and so is the output's to first order; of the measurement every
     order is counted. Where the model is linear, nothing but the change of the parameters is approximate.
 
-    automatic: whether this goes with the damping that a default chose: with another damping, and by layer,
-    scores are those of the fit. Scores by layer are an error otherwise.
+    automatic: whether a default chose this: scores by layer are then those of the fit, and an error
+    otherwise.
     """
 
     def __init__(self, fitted: Any, *, automatic: bool = False) -> None:
@@ -40,12 +40,6 @@ class AtOutput(Fitted):
 
     def solver(self) -> Preconditioned | None:
         return self.fitted.solver()
-
-    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Fitted:
-        """As that of the fit."""
-        fitted: Any = self.fitted
-        changed: Fitted = fitted.with_damping(damping=damping, relative=relative)
-        return changed if self.automatic else AtOutput(changed)
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         if per != "total" and self.automatic:

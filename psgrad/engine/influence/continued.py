@@ -98,7 +98,8 @@ def continued(
         rows: [k] places in the training set.
         weight_decay: of training, on the mean loss.
         steps: at most.
-        budget: no step is begun that is predicted to end after its time; None for all steps.
+        budget: no step is begun whose passes over the training set, at the pace of the last ones, would end
+            after its time; None for all steps.
 
     All 1 + k trainings take the same steps, so that the weights differ by the row alone. A step that raises
     an objective is halved, and the next one is tried at twice its length; where no length lowers the
@@ -112,10 +113,10 @@ def continued(
     """
     training, search = fitted.training, _Objectives(fitted.training, rows, weight_decay)
     run = _Steps(fitted, search, Budget(training.seconds) if budget is None else budget)
-    excess, at_minimum, fits = 0.0, True, run.solve <= run.budget.left()
+    excess, at_minimum, fits = 0.0, True, run.budget.left() > 0
     if fits:
-        run.first_step()
-        excess = run.excess()
+        run.solve()
+        run.first, excess = run.decrement, run.excess()
         at_minimum = excess <= 1 or run.decay_cancels() or math.isnan(excess)
     while fits and at_minimum and run.taken < steps:
         fits = run.fits(steps)
@@ -128,7 +129,7 @@ def continued(
         length=run.lengths / max(run.taken, 1),
         excess=excess,
         at_minimum=at_minimum,
-        seconds=None if fits else run.passes + run.solve,
+        seconds=None if fits else run.passes,
     )
 
 
@@ -141,25 +142,17 @@ class _Steps:
         parameters = {name: value.unsqueeze(0) for name, value in self.training.params.items()}
         flat = self.training.flat.join(parameters).double()
         self.here = flat.repeat(1 + len(search.rows), 1).cpu()
-        self.taken, self.lengths, self.size, self.converged = 0, 0.0, 1.0, False
+        self.taken, self.lengths, self.size, self.converged, self.first = 0, 0.0, 1.0, False, 0.0
         self.values, self.gradients = search.at(self.here, same=True)
         # These values take one pass; all later ones take one for each training.
         self.passes = (budget.clock() - budget.began) * (1 + len(search.rows))
-        self.solve = 0.0
-        if math.isfinite(budget.seconds):
-            self.solve = fitted.seconds(self.training.flat.split(self.gradients.to(self.training.device)))
 
-    def first_step(self) -> None:
-        self._solve()
-        self.first = self.decrement
-
-    def _solve(self) -> None:
-        """The next step, and the largest decrement of any training."""
-        began, flat = self.budget.clock(), self.training.flat
+    def solve(self) -> None:
+        """Find the next step, and the largest decrement of any training."""
+        flat = self.training.flat
         slope = flat.split(self.gradients.to(self.training.device))
         self.step = flat.join(self.fitted.precondition(slope)).double().cpu()
         self.decrement = float((self.step * self.gradients).sum(1).abs().max())
-        self.solve = self.budget.clock() - began
 
     def excess(self) -> float:
         """See `Continued`."""
@@ -172,24 +165,19 @@ class _Steps:
         whole = self.gradients[0]
         return bool(whole.norm() <= _LEFT * (whole - self.search.decay * self.here[0]).norm())
 
-    @property
-    def seconds(self) -> float:
-        """That the next step is predicted to take."""
-        return self.passes + (self.solve if self.taken else 0.0)
-
     def fits(self, steps: int) -> bool:
         """Whether there is time for the next of at most `steps` steps."""
         left = self.budget.left()
-        more = min(steps - self.taken, left / max(self.seconds, 1e-9))
+        more = min(steps - self.taken, left / max(self.passes, 1e-9))
         self.budget.tell(self.taken, self.taken + max(1, int(more)))
-        return self.seconds <= left
+        return self.passes <= left
 
     def take(self) -> bool:
         """Take the step, or a half, a quarter, ... of it; False at the minimum, where no length lowers the
         objectives, and where the time is over.
         """
         if self.taken:
-            self._solve()
+            self.solve()
         self.converged = self.decrement <= _CONVERGED * self.first
         if self.converged or not math.isfinite(self.decrement):
             return False

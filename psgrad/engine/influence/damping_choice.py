@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,6 +20,9 @@ from psgrad.engine.execution.examples import Examples, losses_of
 from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.influence.amounts import objective_slope
 from psgrad.engine.influence.continued import each_model
+from psgrad.engine.influence.damping import Damping
+from psgrad.engine.influence.method import Preconditioned
+from psgrad.engine.influence.solvers.dense_solve import DenseSolve
 from psgrad.ragged import Block, joined
 
 AGREES = 0.95
@@ -33,27 +36,11 @@ _PARTS, _PART_SHARE, _PART_ROWS, _OTHER_SHARE, _OTHERS = 8, 16, 128, 8, 64
 _ALIVE = 4
 
 
-class Damped(Protocol):
-    """A fit whose damping can be changed."""
-
-    training: Examples
-    facts: dict[str, Any]
-
-    def precondition(self, vectors: Vectors) -> Vectors: ...
-
-    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Self: ...
-
-
-Fit = TypeVar("Fit", bound=Damped)
-
-
-def with_chosen_damping(fitted: Fit, default: float, weight_decay: float) -> Fit:
+def with_chosen_damping(fitted: DenseSolve, default: float) -> DenseSolve:
     """The fit with the damping that is chosen. Its facts have `damping_agreement`, the correlation with each
     damping that was tried, in mean eigenvalues, and `damping_because`.
 
-    Args:
-        fitted: with a damping of `default` mean eigenvalues; no smaller one is tried.
-        weight_decay: of training, on the mean loss.
+    fitted: with a damping of `default` mean eigenvalues; no smaller one is tried.
 
     The default is tried first, which takes a pass over the training set and products of the inverse with nine
     vectors. It is kept untried for few rows or without room for nine models, and kept where none agrees.
@@ -62,11 +49,11 @@ def with_chosen_damping(fitted: Fit, default: float, weight_decay: float) -> Fit
     if why_not is not None:
         fitted.facts["damping_because"] = f"the default, untried: {why_not}"
         return fitted
-    trial, found, tried = _Trial(fitted.training, weight_decay), dict[str, float](), fitted
+    trial, found, tried = _Trial(fitted.training, fitted.weight_decay), dict[str, float](), fitted
     for multiple in _TRIED:
         relative = default * multiple
         if found:
-            tried = fitted.with_damping(relative=relative)
+            tried = fitted.damped(Damping(None, relative))
         agreement = trial.agreement(tried)
         found[f"{relative:.3g}"] = agreement
         if agreement >= AGREES:
@@ -74,16 +61,15 @@ def with_chosen_damping(fitted: Fit, default: float, weight_decay: float) -> Fit
     return _reported(fitted, default, found, _NONE_AGREES)
 
 
-def agreements(fits: Iterable[Damped], weight_decay: float) -> list[float]:
+def agreements(fits: Iterable[Preconditioned], weight_decay: float) -> list[float]:
     """The correlation with each of some fits to the same examples."""
     fits = list(fits)
     trial = _Trial(fits[0].training, weight_decay)
     return [trial.agreement(fitted) for fitted in fits]
 
 
-def _reported(fitted: Fit, relative: float, found: dict[str, float], because: str) -> Fit:
-    own = {"relative_damping": relative, "damping_agreement": found, "damping_because": because}
-    fitted.facts = {**fitted.facts, **own}
+def _reported(fitted: DenseSolve, relative: float, found: dict[str, float], because: str) -> DenseSolve:
+    fitted.facts |= {"relative_damping": relative, "damping_agreement": found, "damping_because": because}
     return fitted
 
 
@@ -121,7 +107,7 @@ class _Trial:
         }
         self.others = _rows_of(training, drawn(max(_PARTS, min(count // _OTHER_SHARE, _OTHERS))))
 
-    def agreement(self, fitted: Damped) -> float:
+    def agreement(self, fitted: Preconditioned) -> float:
         """The correlation, over the removals, of predicted changes of the rows' losses with actual ones: of a
         step of the training objective without the part, against a step with all rows. 0 where a loss is not
         finite then, or nothing changes.

@@ -15,7 +15,7 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.influence.training_run import TrainingRun
-from psgrad.errors import InfluenceError, one_line
+from psgrad.errors import InfluenceError
 
 Per = Literal["total", "parameter", "module"]
 Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k, m] float64
@@ -189,12 +189,6 @@ class Preconditioned(Fitted):
     def precondition(self, vectors: Vectors) -> Vectors:
         """A v of k vectors, name -> [k, *shape]."""
 
-    def seconds(self, vectors: Vectors) -> float:
-        """That `precondition` is predicted to take of k vectors, by a part of it; 0 where it makes no
-        passes.
-        """
-        return 0.0
-
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         flat = self.training.flat
         prepared = as_gradients(self.precondition(flat.split(queries.materialise().to(self.training.device))))
@@ -243,12 +237,8 @@ def flat_rows(value: torch.Tensor) -> torch.Tensor:
 def not_finite_gradients(arrived: str) -> InfluenceError:
     """The error of a training set with gradients that are not finite."""
     return InfluenceError(
-        one_line(arrived, "expected finite gradients of all training examples"),
-        hint=(
-            "a loss that is infinite or NaN on some of them, or a checkpoint of a training run that"
-            " diverged; find them with `psgrad analyze`, which names the rows, and leave them out of"
-            " the data"
-        ),
+        arrived,
+        hint="find the rows with `psgrad analyze`, and leave them out of the data",
     )
 
 

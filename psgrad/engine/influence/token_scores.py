@@ -48,8 +48,8 @@ class TokenTerms:
         inputs = tuple(x[0] for x in batch)
         if target is None or target.dim() != 2:
             raise InfluenceError(
-                "influence.level: token needs a loss of positions, and this loss has one value a sample;"
-                " expected the loss token_cross_entropy, with a target for each position",
+                "influence.level: token needs a loss of positions, such as token_cross_entropy, and this loss"
+                " has one value a sample",
                 hint="set influence.level: sample",
             )
         bare = cls(examples, row, ignored, inputs, target[0], 1.0)
@@ -61,8 +61,8 @@ class TokenTerms:
             if torch.allclose(total * scaled, whole, rtol=_CLOSE, atol=1e-12):
                 return cls(examples, row, ignored, inputs, target[0], scaled)
         raise InfluenceError(
-            f"the loss of row {row} is {float(whole):.6g}, and the losses of its {counted} tokens add up"
-            f" to {float(total):.6g}; expected a loss that is the mean or the sum of its tokens' losses",
+            f"the loss of row {row}, {float(whole):.6g}, is neither the mean nor the sum of the losses of its"
+            f" {counted} tokens, which add up to {float(total):.6g}",
             hint="set influence.level: sample",
         )
 

@@ -9,10 +9,8 @@ one tensor, so that one captured program serves all steps.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -51,57 +49,11 @@ class TrainingState:
         return sum(leaf.nbytes for leaf in tree_leaves((self.params, self.state)))
 
 
-class Steps(ABC):
-    """How a run steps. The examples of a step are weighted: `after` is the step, `pulled` its derivative
-    where all weights are 1.
-    """
-
-    errors: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What steps run under, for exceptions of the user's own code."""
-
-    @abstractmethod
-    def start(self, params: Vectors) -> Any:
-        """The state before the first step."""
-
-    @abstractmethod
-    def after(
-        self, params: Vectors, state: Any, batch: StepBatch, weights: torch.Tensor
-    ) -> tuple[Vectors, Any]:
-        """Parameters and state after a step with these weights [b]."""
-
-    @abstractmethod
-    def pulled(
-        self, params: Vectors, state: Any, batch: StepBatch, of_params: Vectors, of_state: Any
-    ) -> tuple[Vectors, Any, torch.Tensor]:
-        """The cotangents before a step, and the derivatives by the weights [m, b], from the m cotangents
-        after it. Of numbers that are not floating-point, cotangents are zero.
-        """
-
-    @property
-    @abstractmethod
-    def facts(self) -> dict[str, Any]:
-        """Facts about the steps, for the manifest."""
-
-    def known(self, step: int, of: int, like: torch.Tensor) -> Any:
-        """The numbers of step number `step`, from 0, of `of` steps."""
-        return None
-
-    def require_same_again(  # noqa: B027 (steps of psgrad's own need no check)
-        self, point: TrainingState, batch: StepBatch
-    ) -> None:
-        """Raises ModelError where a step can't be computed again: its code is not a function of tensors."""
-
-    def depends_on_weights(self, point: TrainingState, batch: StepBatch) -> bool:
-        """Whether the weights of its examples change what a step does."""
-        return True
-
-    def require_weights(self, seen: bool) -> None:  # noqa: B027 (as above)
-        """Raises ModelError unless some step depended on weights."""
-
-
 @dataclass(frozen=True)
-class RecipeSteps(Steps):
-    """Steps of torch.optim's optimisers along the mean over a batch of weight times loss."""
+class RecipeSteps:
+    """Steps of torch.optim's optimisers along the mean over a batch of weight times loss: `after` is the
+    step, `pulled` its derivative where all weights are 1.
+    """
 
     objective: Objective
     recipe: Recipe
@@ -110,25 +62,27 @@ class RecipeSteps(Steps):
     def optimiser(self) -> Optimiser:
         return optimiser_of(self.recipe)
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        return asdict(self.recipe)
-
     def known(self, step: int, of: int, like: torch.Tensor) -> torch.Tensor:
+        """The numbers of step number `step`, from 0, of `of` steps: see `numbers_of`."""
         return numbers_of(self.recipe, step, of, like)
 
     def start(self, params: Vectors) -> Any:
+        """The state before the first step."""
         return self.optimiser.start(params)
 
     def after(
         self, params: Vectors, state: Any, batch: StepBatch, weights: torch.Tensor
     ) -> tuple[Vectors, Any]:
+        """Parameters and state after a step with these weights [b]."""
         gradients, _ = grad(self._weighted, has_aux=True)(params, batch, weights)
         return self.optimiser.update(params, state, gradients, batch.known)
 
     def pulled(
         self, params: Vectors, state: Any, batch: StepBatch, of_params: Vectors, of_state: Any
     ) -> tuple[Vectors, Any, torch.Tensor]:
+        """The cotangents before a step, and the derivatives by the weights [m, b], from the m cotangents
+        after it.
+        """
         # The derivative of the step's gradient along v, and that of each example's loss along v, come from
         # one forward derivative of the gradient: H v, and <v, g_i>, which is b times the derivative by w_i.
         size, known = len(batch.inputs[0]), batch.known

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.memory import is_out_of_memory
-from psgrad.engine.execution.streaming import PREDICTED_FROM, Stream
+from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, Stream
 from psgrad.engine.gradients.per_sample import BatchPass
 from psgrad.engine.privacy.clipped_sums import ClippedSum as ClippedSum
 from psgrad.engine.privacy.clipped_sums import Clipper, Total
@@ -100,7 +100,7 @@ def stream_source(
     def source(clipping: Clipping) -> ClippedSum:
         total = _TotalOfChunks(clipping, stream.params)
         if count:
-            stream.choose_chunk_size(PREDICTED_FROM, needs_factors=False, readable=count)
+            stream.choose_chunk_size(LARGEST_AUTO_CHUNK, needs_factors=False, readable=count)
             for _ in stream.run(count, [total], Clipper(clipping, coins, programs=programs)):
                 pass
         return total.result()

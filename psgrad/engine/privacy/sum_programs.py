@@ -47,7 +47,7 @@ class SumPrograms:
         """
         captured = self._captured.get(made_for)
         if captured is None:
-            captured = self._captured[made_for] = Captured(compute, "none", self.counts.add_reason)
+            captured = self._captured[made_for] = Captured(compute, self.counts.add_reason)
             if len(self._captured) > MOST_PROGRAMS:
                 self._captured.popitem(last=False)
         captured.function = compute

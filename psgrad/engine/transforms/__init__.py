@@ -5,9 +5,6 @@ from psgrad.engine.transforms import private_torch as private_torch
 from psgrad.engine.transforms import torch_autograd as torch_autograd
 from psgrad.engine.transforms.capture import capture as capture
 from psgrad.engine.transforms.checkpoint import checkpoint as checkpoint
-from psgrad.engine.transforms.custom_rules import custom_jvp as custom_jvp
-from psgrad.engine.transforms.custom_rules import custom_vjp as custom_vjp
-from psgrad.engine.transforms.custom_rules import custom_vmap as custom_vmap
 from psgrad.engine.transforms.forward import jvp as jvp
 from psgrad.engine.transforms.forward import linearize as linearize
 from psgrad.engine.transforms.functional import functional_call as functional_call
@@ -24,9 +21,6 @@ from psgrad.engine.transforms.vmap import vmap as vmap
 __all__ = [
     "capture",
     "checkpoint",
-    "custom_jvp",
-    "custom_vjp",
-    "custom_vmap",
     "functional_call",
     "grad",
     "grad_and_value",

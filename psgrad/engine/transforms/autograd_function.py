@@ -75,7 +75,7 @@ class Context:
     def mark_dirty(self, *tensors: torch.Tensor) -> None:
         raise TransformError(
             f"torch.autograd.Function {self.name} writes in place into an argument"
-            f" (mark_dirty){diagnostics.where()}; expected a Function that returns new tensors",
+            f" (mark_dirty){diagnostics.where()}",
             hint="clone the argument in forward and write into the clone",
         )
 
@@ -110,7 +110,6 @@ class _Application(UserRuleCall):
             self._setup_for_backward if has_backward else None,
             self._backward if has_backward else None,
             self._jvp if function.jvp is not SingleLevelFunction.jvp else None,
-            value_first=True,
         )
         self.batches = function.vmap is not Function.vmap
 
@@ -138,13 +137,10 @@ class _Application(UserRuleCall):
         self.kind.setup_context(context, tuple(args), self.structured(outs))
         return context
 
-    def _setup_for_backward(
-        self, args: Flat, outs: Flat | None, needed: list[int]
-    ) -> tuple[Flat, Any, frozenset[int]]:
-        assert outs is not None
+    def _setup_for_backward(self, args: Flat, outs: Flat, needed: list[int]) -> tuple[Any, frozenset[int]]:
         context = self._context(args, outs, needed)
         constant = frozenset(i for i, x in enumerate(outs) if any(x is y for y in context.non_differentiable))
-        return outs, (context, outs, [getattr(x, "shape", None) for x in args]), constant
+        return (context, outs, [getattr(x, "shape", None) for x in args]), constant
 
     def _backward(self, prepared: Any, cotangents: Cotangents) -> Cotangents:
         context, outs, shapes = prepared
@@ -169,8 +165,7 @@ class _Application(UserRuleCall):
         if len(cotangents) < len(shapes) or any(g is not None for g in surplus):
             raise TransformError(
                 f"{self.name}: backward returned {len(cotangents)} gradients, forward takes {len(shapes)}"
-                " arguments; expected one gradient for each argument, None for arguments that are not"
-                " tensors",
+                " arguments; expected one for each, None for what is no tensor",
             )
         return [
             (
@@ -181,8 +176,7 @@ class _Application(UserRuleCall):
             for g, shape in zip(cotangents, shapes, strict=False)
         ]
 
-    def _jvp(self, args: Flat, outs: Flat | None, tangents: Flat) -> tuple[Flat, Flat]:
-        assert outs is not None
+    def _jvp(self, args: Flat, outs: Flat, tangents: Flat) -> Flat:
         context = self._context(args, outs, [i for i, t in enumerate(tangents) if t is not None])
         if context.materialize_grads:
             tangents = [
@@ -201,11 +195,11 @@ class _Application(UserRuleCall):
         ):
             raise TransformError(
                 f"{self.name}: jvp returned tangents of shapes"
-                f" {[getattr(t, 'shape', None) for t in pushed]} for results of shapes"
-                f" {[getattr(x, 'shape', None) for x in outs]}; expected one tangent for each result, of"
-                " its shape",
+                f" {[getattr(t, 'shape', None) for t in pushed]} for"
+                f" results of shapes {[getattr(x, 'shape', None) for x in outs]}; expected the results'"
+                " shapes",
             )
-        return outs, [
+        return [
             None if any(x is y for y in context.non_differentiable) else t
             for t, x in zip(pushed, outs, strict=True)
         ]
@@ -274,17 +268,10 @@ def _once(name: str, backward: Callable[..., Any], context: Context, cotangents:
     def refuse(*args: Any) -> Any:
         raise TransformError(
             f"the backward of {name} is differentiated, but marked @once_differentiable",
-            hint=(
-                "write the backward with differentiable operators and remove the mark; for forward mode, a"
-                " jvp of the Function is enough"
-            ),
+            hint="write it with differentiable operators and remove the mark; forward mode needs a jvp alone",
         )
 
-    def prepare(args: Flat, outs: Flat | None, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
-        assert outs is not None
-        return outs, None, frozenset()
-
-    call = UserRuleCall(f"the backward of {name}", function, prepare, refuse, refuse, value_first=True)
+    call = UserRuleCall(f"the backward of {name}", function, lambda *_: (None, frozenset()), refuse, refuse)
     outs = dispatch_call(call, [*saved, *cotangents])
     return outs[0] if single else tuple(outs)
 

@@ -31,11 +31,10 @@ from psgrad.engine.transforms.private_torch import (
     function_modes,
     torch_func_runs,
 )
-from psgrad.engine.transforms.program import Compiler, Program, program_of
+from psgrad.engine.transforms.program import Program, program_of
 from psgrad.engine.transforms.recorder import Recording, record
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.trees import LEAF, Structure, flatten, unflatten
-from psgrad.errors import TransformError
 
 # The types of values that a captured function may take and return besides tensors.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -43,8 +42,6 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 MOST_PROGRAMS = 32
 # If more than one replay in this many fails for a guard, the function is no longer replayed.
 _RARELY = 8
-# How far the numbers of a compiled program may be from the function's own, relative to the largest.
-COMPILED = 1e-3
 Autocast = tuple[
     tuple[str, torch.dtype], ...
 ]  # the types of device with autocast, and the dtype of its casts
@@ -53,7 +50,6 @@ Autocast = tuple[
 def capture(
     function: Callable[..., Any],
     *,
-    compile: Compiler = "none",
     say: Callable[[str], None] | None = None,
 ) -> Captured:
     """`function`, recorded at the first call with each signature, and replayed from the third one on.
@@ -62,7 +58,6 @@ def capture(
         function: takes and returns pytrees of tensors and Python values, and has no other effects that must
             be repeated. Tensors from outside (a module's buffers) are read again at each call, with their
             current values.
-        compile: 'inductor' passes each program to PyTorch's compiler, which takes seconds to a minute.
         say: called once with the reason why calls run uncaptured; by default it gives a warning.
 
     Random operators draw new numbers at each call, as many and in the same order as `function` itself.
@@ -70,7 +65,6 @@ def capture(
     name = getattr(function, "__name__", type(function).__name__)
     return Captured(
         function,
-        compile,
         say or (lambda why: warnings.warn(f"{name} is not replayed but run uncaptured: {why}", stacklevel=3)),
     )
 
@@ -130,13 +124,10 @@ class Captured:
     def __init__(
         self,
         function: Callable[..., Any],
-        compile: Compiler,
         say: Callable[[str], None],
         hoists: bool = False,
     ) -> None:
-        if compile not in ("none", "inductor"):
-            raise TransformError(f"capture: compile={compile!r}; expected 'none' or 'inductor'")
-        self.function, self.compile, self.say, self.hoists = function, compile, say, hoists
+        self.function, self.say, self.hoists = function, say, hoists
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
         self.warned = False
 
@@ -201,7 +192,7 @@ class Captured:
             random_state.restore(before)
             try:
                 assert entry.recording is not None
-                entry.program = program_of(entry.recording, call.tensors, self.compile, binds, self.hoists)
+                entry.program = program_of(entry.recording, call.tensors, binds, self.hoists)
                 done, again = self.replay(call)
             except torch.OutOfMemoryError:
                 random_state.restore(after)
@@ -222,10 +213,8 @@ class Captured:
         return result
 
     def same(self, result: Any, again: Any) -> bool:
-        """Whether a program's result is the function's own: bit for bit, or that of a compiled program
-        but for rounding.
-        """
-        return agree(result, again, 0.0 if self.compile == "none" else COMPILED)
+        """Whether a program's result is the function's own, bit for bit."""
+        return agree(result, again, 0.0)
 
     def replay(self, call: Call) -> tuple[bool, Any]:
         """(True, the program's result), or (False, None) where a guard does not hold, as if nothing had been

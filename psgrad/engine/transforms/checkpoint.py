@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from psgrad.engine.transforms.calls import (
     entered_again,
     lowered,
     own_values,
-    without_adoption,
 )
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, creation_numbers
 from psgrad.engine.transforms.forward import ForwardLevel
@@ -65,7 +64,7 @@ def checkpoint(func: Callable[..., Any], *args: Any, settle: bool = False, **kwa
 
     return tree_unflatten(
         dispatch_call(
-            RecomputedCall(f"checkpoint({getattr(func, '__name__', func)!s})", function, settle=settle),
+            RecomputedCall(f"checkpoint({getattr(func, '__name__', func)!s})", function, settle),
             flat,
         ),
         out_spec,
@@ -73,43 +72,26 @@ def checkpoint(func: Callable[..., Any], *args: Any, settle: bool = False, **kwa
 
 
 class RecomputedCall(Call):
-    """A call whose derivative is that of its function, which runs again in the backward pass.
-
-    value: another function with the same results, which computes them the first time.
-    settle: see checkpoint.
+    """A call whose derivative is that of its function, which runs again in the backward pass. settle: see
+    checkpoint.
     """
 
     follows_captured = True
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[[Flat], Flat],
-        value: Callable[[Flat], Flat] | None = None,
-        settle: bool = False,
-    ) -> None:
+    def __init__(self, name: str, function: Callable[[Flat], Flat], settle: bool) -> None:
         super().__init__(name)
-        self.function, self.value, self.settle = function, value or function, settle
+        self.function, self.settle = function, settle
 
     def run(self, args: Flat) -> Flat:
-        return self.value(args)
+        return self.function(args)
 
     def for_all_samples(self, mapped: Mapped) -> RecomputedCall:
-        function = self._through(mapped, self.function)
-        return RecomputedCall(
-            self.name,
-            function,
-            self._through(mapped, self.value) if self.value is not self.function else None,
-            self.settle,
-        )
-
-    def _through(self, mapped: Mapped, function: Callable[[Flat], Flat]) -> Callable[[Flat], Flat]:
-        def run(args: Flat) -> Flat:
+        def function(args: Flat) -> Flat:
             with entered_again(mapped.level):
-                results = function(mapped.up(args, mapped.args))
+                results = self.function(mapped.up(args, mapped.args))
             return mapped.down(results, self.name)
 
-        return run
+        return RecomputedCall(self.name, function, self.settle)
 
     def run_without_derivative(self, level: DerivativeLevel, args: Flat) -> Flat:
         return self.function(args)
@@ -124,9 +106,7 @@ class RecomputedCall(Call):
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> TapedCall:
         watch, settings = OutsideValues(level, self.name), CallSettings()
-        # both runs of a function must treat fresh tensors alike; another function for the value runs alone
-        below = without_adoption(level) if self.value is not self.function else nullcontext()
-        with watch.over_first_run(), settings.noted(), read_only(values), below:
+        with watch.over_first_run(), settings.noted(), read_only(values):
             outs = own_values(level, dispatch_call(self, values, below=level), self.name)
         captured = watch.captured()
         shapes = [getattr(x, "shape", None) for x in outs]
@@ -171,12 +151,8 @@ def _position(tracer: GradTracer) -> TapePosition:
 
 def changed(name: str) -> TransformError:
     return TransformError(
-        f"{name} computed something else when it ran again; expected a function that computes the same"
-        " from the same arguments",
-        hint=(
-            "it reads or counts something that has changed, or draws random numbers outside of PyTorch;"
-            " pass the changing value as an argument, or call the function without checkpoint"
-        ),
+        f"{name} computed something else when it ran again",
+        hint="pass what changes as an argument, and draw by PyTorch alone; or call it without checkpoint",
     )
 
 
@@ -298,11 +274,10 @@ class CallSettings:
     def _refuse_to_be_recorded(self) -> None:
         if make_fx_runs():
             raise TransformError(
-                "make_fx records a function under checkpoint that draws random numbers",
-                hint=(
-                    "both of its runs would be recorded, and would draw differently when they are"
-                    " replayed; call the function without checkpoint when it is recorded"
-                ),
+                "make_fx records a function under checkpoint that draws random numbers, and would repeat"
+                " its two"
+                " runs with different draws",
+                hint="call the function without checkpoint when it is recorded",
             )
 
 

@@ -1,24 +1,22 @@
 """Programs: a recorded list of kernels, shortened, and the backends that run it.
 
 The list becomes straight-line Python that calls PyTorch's own functions and frees each value at its last use;
-on a GPU it becomes a CUDA graph, or PyTorch's compiler gets it.
+on a GPU it becomes a CUDA graph.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from psgrad import random_state
-from psgrad.engine.transforms.private_torch import BelowAutograd, binding, inductor, write_count
-from psgrad.engine.transforms.recorder import Kernel, NotCapturable, Recording, Slot
+from psgrad.engine.transforms.private_torch import BelowAutograd, binding, write_count
+from psgrad.engine.transforms.recorder import Kernel, Recording, Slot
 from psgrad.engine.transforms.shortening import Shortened, is_view, last_uses, numbers_of, shorten
 
-Compiler = Literal["none", "inductor"]
 # Takes the call's tensors, returns the tensors of its results; None where a guard has another value.
 Run = Callable[..., list[torch.Tensor] | None]
 
@@ -51,7 +49,6 @@ class Program:
 def program_of(
     recording: Recording,
     tensors: Sequence[torch.Tensor],
-    compile: Compiler = "none",
     binds: bool = True,
     hoists: bool = False,
 ) -> Program:
@@ -63,20 +60,13 @@ def program_of(
         hoists: whether what depends on tensors from outside alone is computed only when PyTorch has counted a
             write to one of them. It counts none through `.data`.
     """
-    shortened = shorten(recording, hoists and compile == "none")
-    refresh: Callable[[], None] = lambda: None
+    shortened = shorten(recording, hoists)
     outside = list(recording.outside.values())
     obstacle = obstacle_to_cuda_graph(recording, shortened, tensors)
-    run: Any
-    if compile == "inductor":
-        if any(kernel.value is not None for kernel in shortened.kernels):
-            raise NotCapturable("it reads values, which a compiled program can't compare")
-        run = Compiled(recording, shortened, tensors)
-    else:
-        run, refresh = python_function(recording, shortened, binds)
-        run = below_autograd(run)
-        if obstacle is None:
-            run = CudaGraph(run)
+    run, refresh = python_function(recording, shortened, binds)
+    run = below_autograd(run)
+    if obstacle is None:
+        run = CudaGraph(run)
     on_gpu = any(x.device.type == "cuda" for x in tensors)
     plain = f"kernel by kernel ({obstacle})" if on_gpu and obstacle else "kernel by kernel"
     draws = any(kernel.draws for kernel in shortened.kernels)
@@ -200,31 +190,7 @@ def below_autograd(run: Run) -> Run:
     return call
 
 
-# -- other backends ------------------------------------------------------------------------------------------
-
-
-def as_graph(recording: Recording, shortened: Shortened) -> torch.fx.GraphModule:
-    """The list for PyTorch's compiler: arguments first, then the tensors from outside."""
-    graph = torch.fx.Graph()
-    given = [*dict.fromkeys(recording.arguments), *recording.outside]
-    nodes: dict[int, torch.fx.Node] = {n: graph.placeholder(f"v{n}") for n in given}
-
-    def node(tree: Any) -> Any:
-        if type(tree) is Slot:
-            return nodes[tree.number]
-        if isinstance(tree, (list, tuple)):
-            return type(tree)(node(item) for item in tree)
-        return tree
-
-    for kernel in (*shortened.once, *shortened.hoisted, *shortened.kernels):
-        kwargs = {name: node(x) for name, x in kernel.kwargs.items()}
-        made = graph.call_function(kernel.op, node(kernel.args), kwargs)
-        for position, n in enumerate(kernel.results):
-            if n is not None:
-                item = graph.call_function(operator.getitem, (made, position)) if kernel.several else made
-                nodes[n] = item
-    graph.output([nodes[n] for n in shortened.results])
-    return torch.fx.GraphModule({}, graph)
+# -- on a GPU -----------------------------------------------------------------------------------------------
 
 
 def obstacle_to_cuda_graph(
@@ -302,16 +268,3 @@ class CudaGraph:
         # chunk to the GPU.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.results = self.run(*self.given)
-
-
-class Compiled:
-    """A program as compiled by PyTorch's compiler."""
-
-    how = "inductor"
-
-    def __init__(self, recording: Recording, shortened: Shortened, tensors: Sequence[torch.Tensor]) -> None:
-        self.outside = list(recording.outside.values())
-        self.run = inductor(as_graph(recording, shortened), [*tensors, *self.outside])
-
-    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor] | None:
-        return self.run(*tensors, *self.outside)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Calls whose derivative is given by the user: custom_vjp, custom_jvp and autograd.Function."""
+"""Calls whose derivative is given by the user (autograd_function.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from psgrad.engine.transforms.private_torch import DelayedError
 from psgrad.engine.transforms.refused_writes import read_only
 from psgrad.engine.transforms.reverse import GradLevel
 from psgrad.engine.transforms.rules.families import cast
-from psgrad.engine.transforms.tape import pull_back
 from psgrad.engine.transforms.tracer import is_differentiable
 from psgrad.errors import TransformError
 
@@ -36,40 +35,31 @@ def wrong_cotangent(name: str, g: Any, position: int, shape: torch.Size) -> Tran
     what = f"shape {tuple(g.shape)}" if isinstance(g, torch.Tensor) else f"type {kind_of(g)}"
     return TransformError(
         f"the reverse rule of {name} gave a cotangent of {what} for argument {position}, of shape"
-        f" {tuple(shape)}; expected a cotangent shaped like the argument, or None for zero",
-        hint=(
-            "if the argument was broadcast, its cotangent must be summed over the axes along which it was"
-            " repeated"
-        ),
+        f" {tuple(shape)}; expected the argument's shape, or None for zero",
+        hint="if the argument was broadcast, sum its cotangent over the repeated axes",
     )
 
 
 class UserRuleCall(Call):
-    """A call whose derivative is given by the user, in reverse mode, in forward mode, or both. A missing one
-    is computed as the transpose of the other.
+    """A call whose derivative is given by the user. Without a rule for forward mode, this is the transpose of
+    the reverse one.
 
     function: arguments -> results.
-    prepare: (arguments, results or None, which arguments need cotangents) -> (results, context of `pull`,
-        constant results).
+    prepare: (arguments, results, which arguments need cotangents) -> (context of `pull`, constant results).
     pull: (context, cotangents of the results) -> cotangents of the arguments.
-    forward: (arguments, results or None, tangents) -> (results, tangents of the results).
-    value_first: whether the call itself computes the results, one level below, and passes them to `prepare`
-        and `forward`. Otherwise these two compute the results.
+    forward: (arguments, results, tangents) -> tangents of the results.
     """
 
     def __init__(
         self,
         name: str,
         function: Callable[[Flat], Flat],
-        prepare: Callable[[Flat, Flat | None, list[int]], tuple[Flat, Any, frozenset[int]]] | None = None,
+        prepare: Callable[[Flat, Flat, list[int]], tuple[Any, frozenset[int]]] | None = None,
         pull: Callable[[Any, Cotangents], Cotangents] | None = None,
-        forward: Callable[[Flat, Flat | None, Flat], tuple[Flat, Flat]] | None = None,
-        *,
-        value_first: bool = False,
+        forward: Callable[[Flat, Flat, Flat], Flat] | None = None,
     ) -> None:
         super().__init__(name)
         self.function, self.prepare, self.pull, self.forward = function, prepare, pull, forward
-        self.value_first = value_first
 
     def run(self, args: Flat) -> Flat:
         followed = (
@@ -102,12 +92,10 @@ class UserRuleCall(Call):
                 results = self.function(mapped.up(args, mapped.args))
             return mapped.down(results, self.name)
 
-        def prepare(args: Flat, outs: Flat | None, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
+        def prepare(args: Flat, outs: Flat, needed: list[int]) -> tuple[Any, frozenset[int]]:
             assert self.prepare is not None
             with entered_again(mapped.level):
-                given = mapped.up(outs, mapped.outs) if outs is not None else None
-                results, context, constant = self.prepare(mapped.up(args, mapped.args), given, needed)
-            return mapped.down(results, self.name), context, constant
+                return self.prepare(mapped.up(args, mapped.args), mapped.up(outs, mapped.outs), needed)
 
         def pull(context: Any, cotangents: Cotangents) -> Cotangents:
             assert self.pull is not None
@@ -115,14 +103,12 @@ class UserRuleCall(Call):
                 result = self.pull(context, mapped.up(cotangents, mapped.outs))
             return mapped.cotangents_down(result)
 
-        def forward(args: Flat, outs: Flat | None, tangents: Flat) -> tuple[Flat, Flat]:
+        def forward(args: Flat, outs: Flat, tangents: Flat) -> Flat:
             assert self.forward is not None
             with entered_again(mapped.level):
-                given = mapped.up(outs, mapped.outs) if outs is not None else None
-                results, pushed = self.forward(
-                    mapped.up(args, mapped.args), given, mapped.up(tangents, mapped.args)
-                )
-            return mapped.down(results, self.name), mapped.tangents_down(pushed)
+                given = mapped.up(outs, mapped.outs)
+                pushed = self.forward(mapped.up(args, mapped.args), given, mapped.up(tangents, mapped.args))
+            return mapped.tangents_down(pushed)
 
         return UserRuleCall(
             self.name,
@@ -130,26 +116,22 @@ class UserRuleCall(Call):
             prepare if self.prepare is not None else None,
             pull if self.pull is not None else None,
             forward if self.forward is not None else None,
-            value_first=self.value_first,
         )
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> TapedCall:
         with without_adoption(level), read_only(values):
-            if self.pull is not None:
-                outs, context, constant = self._prepared(level, values, needed)
-                return TapedCall(
-                    outs,
-                    lambda cotangents: self._checked(self._pulled(context, cotangents), values),
-                    constant=constant,
-                )
-            outs, pull = self._transposed_forward(level, values, needed)
-            return TapedCall(outs, pull)
+            outs, context, constant = self._prepared(level, values, needed)
+        return TapedCall(
+            outs,
+            lambda cotangents: self._checked(self._pulled(context, cotangents), values),
+            constant=constant,
+        )
 
     def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
         with without_adoption(level), read_only(values):
             if self.forward is not None:
-                outs, pushed = self.forward(values, self._value(level, values), tangents)
-                return own_values(level, outs, self.name), own_values(level, pushed, self.name)
+                outs = self._results(level, values)
+                return outs, own_values(level, self.forward(values, outs, tangents), self.name)
             needed = [i for i, t in enumerate(tangents) if t is not None]
             outs, context, constant = self._prepared(level, values, needed)
 
@@ -179,29 +161,26 @@ class UserRuleCall(Call):
                 if not same:
                     raise TransformError(
                         f"forward mode of {self.name}{diagnostics.where()}, whose backward is not linear"
-                        " in the cotangents; expected a linear backward, because forward mode is its"
-                        " transpose",
-                        hint=(
-                            "the backward clips, rounds or compares the cotangents; give the function a"
-                            " rule for forward mode as well, or differentiate it in reverse mode only"
-                        ),
+                        " in the"
+                        " cotangents, and so has no transpose",
+                        hint="give the function a jvp as well, or differentiate it in reverse mode only",
                     )
         return pushed
 
-    def _value(self, level: DerivativeLevel, values: Flat) -> Flat | None:
-        return (
-            own_values(level, dispatch_call(self, values, below=level), self.name)
-            if self.value_first
-            else None
-        )
+    def _results(self, level: DerivativeLevel, values: Flat) -> Flat:
+        return own_values(level, dispatch_call(self, values, below=level), self.name)
 
     def _prepared(
         self, level: DerivativeLevel, values: Flat, needed: list[int]
     ) -> tuple[Flat, Any, frozenset[int]]:
-        if self.prepare is None or self.pull is None:
-            raise self.without_rule()
-        outs, context, constant = self.prepare(values, self._value(level, values), needed)
-        return own_values(level, outs, self.name), context, constant
+        """The results, the context of `pull`, and the constant results."""
+        if self.prepare is None:
+            raise TransformError(
+                f"{self.name} has no rule for its derivative{diagnostics.where()}",
+                hint="give it a backward",
+            )
+        outs = self._results(level, values)
+        return outs, *self.prepare(values, outs, needed)
 
     def _pulled(self, context: Any, cotangents: Cotangents) -> Cotangents:
         assert self.pull is not None
@@ -221,35 +200,3 @@ class UserRuleCall(Call):
                 raise wrong_cotangent(self.name, g, position, x.shape)
             checked.append(cast(g, x.dtype))
         return checked
-
-    def _transposed_forward(
-        self, level: GradLevel, values: Flat, needed: list[int]
-    ) -> tuple[Flat, Callable[[Cotangents], Cotangents]]:
-        """The results and the backward function, from the forward rule: its tangents are recorded as a linear
-        function, which is transposed.
-        """
-        if self.forward is None:
-            raise self.without_rule()
-        outs = self._value(level, values)
-        tape = GradLevel()
-        with tape.active(above=level), torch.set_grad_enabled(True):
-            leaves = {i: tape.leaf(torch.zeros_like(values[i])) for i in needed}
-            outs, tangents = self.forward(values, outs, [leaves.get(i) for i in range(len(values))])
-            outs = [tape.unwrap(x) for x in outs]
-            ends = [(place, t) for place, t in enumerate(tangents) if tape.owns(t) and t.varies]
-        starts = [leaves[i].node for i in needed]
-
-        def pull(cotangents: Cotangents) -> Cotangents:
-            seeds = [(end, cotangents[place]) for place, end in ends]
-            result = dict(
-                zip(needed, pull_back(seeds, starts, keep=True, attached=tape.attached), strict=True)
-            )
-            return [result.get(i) for i in range(len(values))]
-
-        return own_values(level, outs, self.name), pull
-
-    def without_rule(self) -> TransformError:
-        return TransformError(
-            f"{self.name} has no rule for its derivative{diagnostics.where()}",
-            hint="give it one: defvjp or defjvp, or the backward or jvp of the Function",
-        )

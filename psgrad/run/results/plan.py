@@ -12,7 +12,7 @@ class ParameterPlan:
     """How the norms of one parameter's gradients will be computed.
 
     `terms` are the kinds of terms that the gradient is a sum of, `way` the order in which they are
-    contracted. `bytes` are a sample's, the factors that are kept and the largest intermediate. `factored` is
+    contracted. `bytes` are those of a sample's factors, which are kept. `factored` is
     False where an operator needs the value, which is then materialised for each sample.
     """
 
@@ -31,8 +31,7 @@ class PlanResult(ShortRepr):
     `seconds` is for the gradients of all rows, `chunk_seconds` for those of one chunk of `chunk_size` rows:
     both by two chunks of different sizes that were run. Bytes: `peak_bytes` is the highest memory of the pass
     over a chunk beyond the parameters (`parameter_bytes`) and the chunk's inputs (`input_bytes`). `replayed`
-    is whether chunks will be replayed by a program, `replay_reason` why. `obstacle` is why the pass had to
-    run for the memory, None if it did not.
+    is whether chunks will be replayed by a program, `replay_reason` why.
 
     `parameters_live` is where the weights live (resident, offloaded), `parameters_reason` why, and
     `moved_bytes` what of them comes to the device for a chunk. `recomputed` are the modules that run again in
@@ -49,7 +48,6 @@ class PlanResult(ShortRepr):
     parameter_bytes: int
     replayed: bool
     replay_reason: str
-    obstacle: str | None
     parameters_live: str = "resident"
     parameters_reason: str = ""
     moved_bytes: int = 0

@@ -18,7 +18,7 @@ from psgrad.engine.execution.bucket_plan import plan_buckets, positions_of
 from psgrad.engine.execution.buckets import ModelSize
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, Stream
-from psgrad.engine.gradients import Gaussian, PerSampleGradients, Rademacher, Sparse, SquareNorms, TwoSided
+from psgrad.engine.gradients import PerSampleGradients, Sparse, SquareNorms, TwoSided
 from psgrad.engine.gradients.flat import as_gradients
 from psgrad.engine.gradients.per_sample import materialised_for_many
 from psgrad.engine.gradients.square_norms import sum_of_squares
@@ -161,7 +161,7 @@ def test_bucketed_gradients_with_those_of_other_rows(kind: str) -> None:
     assert_close(torch.stack(list(modules.values())).sum(0), expected @ other.t())
 
 
-@pytest.mark.parametrize("projection", [Gaussian(6), Rademacher(6), Sparse(6), TwoSided(2, 3)], ids=str)
+@pytest.mark.parametrize("projection", [Sparse(6), TwoSided(2, 3)], ids=str)
 def test_bucketed_gradients_projected_as_their_values_are(projection: Any) -> None:
     for kind in ("mean", "lstm"):
         ragged = case(kind)
@@ -279,7 +279,7 @@ def test_tokens_bound_what_is_computed_together(monkeypatch: pytest.MonkeyPatch)
         stream = ragged.stream(rows, chunk_size="auto", tokens=32)
         seen = shapes_computed(stream, monkeypatch)
         list(stream.run(len(rows), [Watched(factors)]))
-        assert all(n * t <= 32 or n == 1 for n, t in seen)
+        assert all(n * (t - 1) <= 32 or n == 1 for n, t in seen)  # one position is spare
         assert (1, 40) in seen
         assert max(n for n, _ in seen) > 3
         assert stream.ragged.tokens == 32

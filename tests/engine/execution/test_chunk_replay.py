@@ -4,7 +4,6 @@ the way.
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import pytest
@@ -363,16 +362,3 @@ def test_a_loss_that_looks_at_trainable_weights_is_replayed() -> None:
     run, _ = both(model, vectors(), chunk_size=5, loss=loss)
     assert not run.reasons
     assert run.replayed == ROWS // 5 - NOT_REPLAYED
-
-
-@pytest.mark.sweep
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_a_compiled_record_has_the_same_numbers() -> None:
-    rows, model = vectors(), perceptron(dropout=0.5).train()
-    run, plain = (
-        Run(model, rows, chunk_size=5, randomness="different", **options)
-        for options in ({"compile": "inductor"}, {"capture": "off"})
-    )
-    torch.testing.assert_close(run.columns, plain.columns, rtol=1e-4, atol=1e-6)
-    assert run.replayed == ROWS // 5 - NOT_REPLAYED
-    assert run.stream.replayed["replayed_by"] == "inductor"

@@ -203,7 +203,7 @@ def test_inner_products_disjoint_windows() -> None:
 
     def rows_of_parameter(start: int) -> DeferredGradient:
         inside = DeferredGradient.of(Product(randn(3, 1, 2, 2), randn(3, 1, 2, 5)), (2, 5))
-        layout = inside.terms[0].layout.embed(0, start, 1, 4)
+        layout = inside.terms[0].layout.embed(0, start, 4)
         return inside.with_terms([Placed(inside.terms[0].term, layout)], (4, 5))
 
     top, bottom, middle = (
@@ -291,6 +291,15 @@ def test_inner_products_positions_of_unlike_magnitude(way: str, size: float) -> 
     left[:, :, 0] *= size
     right[:, :, 0] /= size
     term = (Product(left, right),)
+    with in_way(way):
+        assert error(gradients_of(term, (5, 6)).gram(), term, term) <= 1e-5
+
+
+@pytest.mark.parametrize("way", [GRAM, VALUES])
+@pytest.mark.parametrize("size", [1e-14, 1e14])
+@pytest.mark.parametrize("positions", [1, 3])
+def test_inner_products_both_factors_far_from_one(way: str, size: float, positions: int) -> None:
+    term = (Product(size * torch.randn(4, 1, positions, 5), size * torch.randn(4, 1, positions, 6)),)
     with in_way(way):
         assert error(gradients_of(term, (5, 6)).gram(), term, term) <= 1e-5
 

@@ -17,7 +17,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Forward, Objective
 from psgrad.engine.execution.output_rows import gauss_newton_rows, gauss_newton_trace
 from psgrad.engine.influence.curvature.curvature_products import (
-    Curvature,
+    CurvatureKind,
     CurvatureProducts,
     PassProducts,
     RowProducts,
@@ -83,7 +83,9 @@ def problem(kind: str, **options: Any) -> tuple[nn.Module, Examples, torch.Tenso
     return model, examples(model, cross_entropy, inputs, target, **options), inputs, target
 
 
-def dense(model: nn.Module, inputs: torch.Tensor, target: torch.Tensor, curvature: Curvature) -> torch.Tensor:
+def dense(
+    model: nn.Module, inputs: torch.Tensor, target: torch.Tensor, curvature: CurvatureKind
+) -> torch.Tensor:
     """[p, p] by torch.func and torch.autograd, with the weight decay."""
     params = {name: parameter.detach() for name, parameter in model.named_parameters()}
     flat = torch.cat([value.reshape(-1) for value in params.values()])
@@ -111,13 +113,13 @@ def dense(model: nn.Module, inputs: torch.Tensor, target: torch.Tensor, curvatur
     return matrix.detach() + DECAY * torch.eye(len(flat), dtype=flat.dtype)
 
 
-def by_rows(training: Examples, curvature: Curvature) -> CurvatureProducts:
+def by_rows(training: Examples, curvature: CurvatureKind) -> CurvatureProducts:
     result = RowProducts.of(training, curvature, DECAY)
     assert result is not None
     return result
 
 
-def by_passes(training: Examples, curvature: Curvature) -> CurvatureProducts:
+def by_passes(training: Examples, curvature: CurvatureKind) -> CurvatureProducts:
     return PassProducts(training, curvature, DECAY)
 
 
@@ -133,7 +135,7 @@ WAYS = [
 @pytest.mark.parametrize("kind", ["images", "sequences"])
 @pytest.mark.parametrize(("way", "curvature"), WAYS)
 def test_curvature_products_equal_dense_matrix(
-    way: Callable[..., CurvatureProducts], curvature: Curvature, kind: str
+    way: Callable[..., CurvatureProducts], curvature: CurvatureKind, kind: str
 ) -> None:
     model, training, inputs, target = problem(kind)
     matrix = dense(model, inputs, target, curvature)
@@ -143,9 +145,6 @@ def test_curvature_products_equal_dense_matrix(
     torch.testing.assert_close(
         result.damped(0.7)(block), block @ matrix + 0.7 * block, rtol=1e-10, atol=1e-10
     )
-    diagonal = result.diagonal()
-    if diagonal is not None:
-        torch.testing.assert_close(diagonal, matrix.diagonal(), rtol=1e-10, atol=1e-12)
     mean, error = result.mean_eigenvalue()
     exact = float(matrix.diagonal().mean()) - DECAY
     if curvature == "hessian":
@@ -157,7 +156,7 @@ def test_curvature_products_equal_dense_matrix(
 
 
 @pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
-def test_curvature_products_ignored_samples(curvature: Curvature) -> None:
+def test_curvature_products_ignored_samples(curvature: CurvatureKind) -> None:
     model, _, x, y = problem("images")
     y = y.clone()
     y[[0, 3, 4]] = -100

@@ -94,20 +94,6 @@ def test_dual_small_damping_precision(curvature: Any) -> None:
 
 
 @pytest.mark.long
-def test_dual_another_damping_shares_the_kernel() -> None:
-    training, queries, *_ = setup("softmax")
-    first = fit(Influence(solver="dual", damping=0.1), training)
-    second = first.with_damping(damping=0.9)
-    assert second.matrix is first.matrix
-    np.testing.assert_array_equal(
-        scores(second, queries), scores(fit(Influence(solver="dual", damping=0.9), training), queries)
-    )
-    np.testing.assert_array_equal(
-        scores(first, queries), scores(fit(Influence(solver="dual", damping=0.1), training), queries)
-    )
-
-
-@pytest.mark.long
 def test_dual_zero_damping_refused() -> None:
     training, queries, *_ = setup("softmax")
     with pytest.raises(

@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.influence.index import index_rows, stored_index
 from psgrad.engine.influence.index.build import build_index, from_index
 from psgrad.engine.influence.index.estimators import FittedRows
 from psgrad.engine.influence.index.index_rows import RowBlock
-from psgrad.engine.influence.index.row_products import FloatRows, RowForm
 from psgrad.engine.influence.index.stored_index import IndexSpec, StoredRows, decoded, describe, encoded
 from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
@@ -83,7 +81,7 @@ def test_index_of_materialised_gradients_equals_method(tmp_path: Path, method: M
     torch.testing.assert_close(by_index(method, store, queries), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "rademacher", "gaussian", "two-sided"])
+@pytest.mark.parametrize("kind", ["sparse", "two-sided"])
 @pytest.mark.parametrize("method", [TRAK, ProjectedInfluence])
 def test_index_of_projections_equals_method(tmp_path: Path, method: Any, kind: Any) -> None:
     # over two checkpoints, each with its projection
@@ -195,11 +193,9 @@ def test_index_rounding_of_numbers(dtype: Any, exponent: int, columns: int) -> N
     values = torch.randn(5, columns, dtype=torch.float64) * 2.0**exponent
     values[1] = 0
     column = torch.arange(5.0, dtype=torch.float64)
-    block = RowBlock(7, 12, FloatRows(values), column, column + 1, column + 2)
+    block = RowBlock(7, 12, values, column, column + 1, column + 2)
     spans = (slice(0, 1), slice(1, columns)) if columns > 1 else (slice(0, 1),)
-    params = {str(number): torch.empty(span.stop - span.start) for number, span in enumerate(spans)}
-    form = RowForm(Projector("none", 1, 0, 0, params), None)
-    back = decoded(encoded([block], dtype, form), 7, dtype, form)
+    back = decoded(encoded([block], dtype, spans), 7, dtype, spans)
     for span in spans if dtype == "int8" else [slice(None)]:
         bound = ROUNDING[dtype] * values[:, span].abs().amax(1, keepdim=True)
         assert ((back.rows.double() - values)[:, span].abs() <= bound).all()

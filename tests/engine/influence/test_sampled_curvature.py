@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows
-from psgrad.engine.influence.inverses import ByKernel
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.errors import ConfigError
@@ -36,11 +35,9 @@ def expected(rows: torch.Tensor, gradients: np.ndarray, of_queries: np.ndarray) 
 
 @pytest.mark.parametrize("solver", ["exact", "dual"])
 @pytest.mark.parametrize("draws", [1, 3])
-@pytest.mark.parametrize("by_pairs", [True, False])
 def test_sampled_curvature_equals_dense_solve_of_the_rows(
-    solver: Any, draws: int, by_pairs: bool, monkeypatch: pytest.MonkeyPatch
+    solver: Any, draws: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ByKernel, "_takes_pairs", lambda *_: by_pairs)
     training, queries, gradients, of_queries = setup()
     drawn = []
 
@@ -48,7 +45,7 @@ def test_sampled_curvature_equals_dense_solve_of_the_rows(
         drawn.append(fisher_rows(*arguments))
         return drawn[-1]
 
-    monkeypatch.setattr("psgrad.engine.influence.leverage.fisher_rows", recorded)
+    monkeypatch.setattr("psgrad.engine.influence.curvature.operator.fisher_rows", recorded)
     method = Influence("sampled", solver, damping=DAMPING, draws=draws)
     fitted = fit(method, training)
     found = scores(fitted, queries)

@@ -9,7 +9,7 @@ from torch import nn
 
 from psgrad.engine.execution.output_rows import gauss_newton_rows
 from psgrad.engine.execution.row_grams import inner_product_operations
-from psgrad.engine.influence.solvers.solver_costs import Work
+from psgrad.engine.influence.solvers.choice import Work
 from tests.engine.influence.problems import cross_entropy, examples
 
 GB = 1 << 30

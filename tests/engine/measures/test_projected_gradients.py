@@ -71,11 +71,10 @@ def test_projected_gradients_few_parameters_not_projected() -> None:
     assert gathered["projected_gradients"].numbers["square_norm_error"] == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "rademacher", "gaussian"])
-def test_projected_gradients_inner_products_error(kind: Any) -> None:
+def test_projected_gradients_inner_products_error() -> None:
     rows = torch.randn(300, 2000)
     result, gathered = measured(
-        [GradientProjection(dimension=64, kind=kind)], gradients_are(rows, seed=3), chunk_size=100
+        [GradientProjection(dimension=64)], gradients_are(rows, seed=3), chunk_size=100
     )
     projected, numbers = result["projected_gradients"].double(), gathered["projected_gradients"].numbers
     squares = projected.square().sum(1) / rows.double().square().sum(1)

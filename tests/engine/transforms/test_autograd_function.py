@@ -67,21 +67,6 @@ class WithJvp(Tripled):
         return ctx.factor * (by_x * in_x + by_y * in_y), torch.zeros(3), None
 
 
-class OnlyJvp(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, y: Tensor) -> Tensor:
-        return plain(x, y)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def jvp(ctx: Any, in_x: Tensor, in_y: Tensor) -> Tensor:
-        by_x, by_y = slopes(*ctx.saved_tensors)
-        return 3 * (by_x * in_x + by_y * in_y)
-
-
 class InNumpy(torch.autograd.Function):
     """Its forward is invisible to anybody, and it says itself how a batch is computed; the result is kept for
     the backward.
@@ -121,7 +106,6 @@ class InNumpy(torch.autograd.Function):
 KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "backward": lambda x, y: Tripled.apply(x, y)[0],
     "backward and jvp": lambda x, y: WithJvp.apply(x, y, 3.0)[0],
-    "jvp alone": lambda x, y: OnlyJvp.apply(x, y),
 }
 
 
@@ -326,11 +310,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mark_dirty": ({"setup_context": lambda ctx, inputs, output: ctx.mark_dirty(inputs[0])}, "mark_dirty"),
     "a write into the argument": ({"forward": lambda x: x.mul_(2)}, "writes in place into an argument"),
     "a write into the gradient": ({"backward": lambda ctx, g: g.mul_(2)}, "writes in place into an argument"),
-    "neither backward nor jvp": (
+    "no backward": (
         {"backward": torch.autograd.Function.backward},
         "has no rule for its derivative",
     ),
 }
+
+
+def test_autograd_function_nonlinear_backward_in_forward_mode_refused() -> None:
+    kind = function(forward=lambda x: x.clone(), backward=lambda ctx, g: g.clamp(-1, 1))
+    f = lambda x: kind.apply(x)
+    agree(grad(lambda x: (f(x) * 3).sum())(X), torch.ones_like(X))
+    for program in (lambda: jvp(f, (X,), (X,)), lambda: vmap(lambda x: jvp(f, (x,), (x,)))(X)):
+        with pytest.raises(TransformError, match="whose backward is not linear"):
+            program()
 
 
 @pytest.mark.parametrize("nest", ["grad", "vmap(grad)", "grad(vmap)"])

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from psgrad.engine import transforms
 from psgrad.engine.gradients import per_sample_gradients
-from psgrad.engine.transforms import checkpoint, custom_vjp, functional_call, grad, grad_and_value, vjp, vmap
+from psgrad.engine.transforms import checkpoint, functional_call, grad, grad_and_value, vjp, vmap
 from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 from tests.engine.transforms.nests import NESTS, YS, X, Y, agree, plain
@@ -272,16 +272,6 @@ def test_checkpoint_closure_tensor_changed_before_backward_refused() -> None:
     scale.mul_(2)
     with pytest.raises(TransformError, match="changed in place"):
         way_back(torch.ones(3))
-
-
-def test_checkpoint_with_custom_rules() -> None:
-    f = custom_vjp(plain)
-    f.defvjp(
-        lambda x, y: vjp(lambda x, y: checkpoint(plain, x, y), x, y),
-        lambda way_back, g: tuple(3 * c for c in way_back(g)),
-    )
-    for nest in ("grad", "vmap(grad)", "grad(vmap)", "vmap(grad(vmap))"):
-        agree(NESTS[nest](transforms, lambda x, y: checkpoint(f, x, y)), NESTS[nest](torch.func, plain), 3.0)
 
 
 def test_checkpoint_branches() -> None:

@@ -2,8 +2,7 @@
 errors.
 
 Each is a small function of the namespace `tf`, torch.func or psgrad.engine.transforms. Where the two differ
-on purpose, the table says why. What test_semantics.py, test_forward.py and test_worked_examples.py hold is
-not here again.
+on purpose, the table says why. What test_semantics.py and test_forward.py hold is not here again.
 """
 
 from __future__ import annotations
@@ -1003,7 +1002,7 @@ STRICTER: dict[str, tuple[Program, str]] = {
     ),
     "a hook inside": (
         lambda tf: tf.grad(lambda x: (lambda y: (y.register_hook(lambda g: g * 2), y.sum())[1])(x * 1))(X),
-        "PyTorch's autograd would call it, which is not at work; custom_vjp changes a gradient on its way",
+        "PyTorch's autograd would call it, which is not at work; an autograd.Function changes a gradient",
     ),
     "autograd inside": (
         lambda tf: tf.grad(lambda x: torch.autograd.grad(x.square().sum(), x)[0].sum())(X),

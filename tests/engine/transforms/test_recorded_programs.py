@@ -60,7 +60,7 @@ def difference(seed: int) -> tuple[str, int]:
     program = write(seed)
     function, values = function_of(program), program.values()
     said: list[str] = []
-    captured = Captured(function, "none", said.append, hoists=True)
+    captured = Captured(function, said.append, hoists=True)
     with quiet(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for batch in range(BATCHES + 1):

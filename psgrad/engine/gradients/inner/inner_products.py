@@ -171,22 +171,22 @@ def _is_finite(gradient: DeferredGradient, count: int) -> torch.Tensor:
 def _add_by_factors(
     total: torch.Tensor, region: Region, order: str, dtype: torch.dtype, symmetric: bool
 ) -> None:
-    """Add a region's inner products by factors. The lower half of a symmetric result is undefined."""
-    sides = region.left, region.right
-    again = [
-        _cancelled(side) if dtype != torch.float64 else None for side in (sides[:1] if symmetric else sides)
-    ]
-    if all(places is None or not len(places) for places in again):
-        add_factored(total, _factors(region, order), dtype, symmetric=symmetric)
-        return
+    """Add a region's inner products by factors. The lower half of a symmetric result is undefined. A sample
+    with a factor that is not finite has NaN in its row or column.
+    """
     part = torch.zeros_like(total)
     add_factored(part, _factors(region, order), dtype, symmetric=symmetric)
-    for side, places in enumerate(again):
-        if places is not None and len(places):
+    finite = []
+    for side, placed in enumerate((region.left,) if symmetric else (region.left, region.right)):
+        terms = [each.term for each in placed]
+        sizes = torch.cat([largest_numbers(term) for term in terms])
+        finite.append(sizes.isfinite().all(0))
+        places = (_inaccurate(placed, sizes, dtype) & finite[-1]).nonzero().squeeze(1)
+        if len(places):
             exact = torch.zeros(_count(total, side, places), dtype=torch.float64, device=total.device)
             add_factored(exact, _factors(_of(region, side, places), order), torch.float64, symmetric=False)
             _replace(part, side, places, exact, symmetric)
-    total += part
+    total += part.masked_fill_(~(finite[0].unsqueeze(1) & finite[-1]), math.nan)
 
 
 def _factors(region: Region, order: str) -> Sides:
@@ -233,18 +233,34 @@ def _replace(
         out[:, places] = again.t()
 
 
-def _cancelled(side: Sequence[Placed]) -> torch.Tensor:
-    """The samples [k] in which positions or terms nearly cancel, so that rounding of their products
-    matters.
+# Powers of two: sums of products of four numbers of factors whose sizes are within these of one, and of the
+# sample's gradient, are far from float32's limits, 2^-126 and 2^127.
+_COMFORTABLE = 2.0**50
+
+
+def _inaccurate(side: Sequence[Placed], sizes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """bool [n]: whether a sample's products come near the limits of float32, or its positions or terms nearly
+    cancel, so that rounding of their products matters. sizes: [factors, n], as of `largest_numbers`.
     """
     terms = [placed.term for placed in side]
-    if len(terms) == 1 and terms[0].sizes[0] * terms[0].sizes[1] <= 1:
-        return torch.empty(0, dtype=torch.int64, device=terms[0].device)
-    alone = torch.stack([term.position_square_norms() for term in terms]).sum(0)
+    if dtype == torch.float64:
+        return torch.zeros(terms[0].samples, dtype=torch.bool, device=terms[0].device)
+    sizes = sizes.double()
+    is_one_product = len(terms) == 1 and terms[0].sizes[0] * terms[0].sizes[1] <= 1
+    if is_one_product:  # its norm is a little more than the product of the largest numbers
+        length = sizes.prod(0)
+    else:
+        alone = torch.stack([term.position_square_norms() for term in terms]).sum(0)
+        length = alone.sqrt()
+    in_range = (length >= 1 / _COMFORTABLE) & (length <= _COMFORTABLE)
+    in_range &= sizes.amax(0) <= _COMFORTABLE * length.clamp(max=1) if len(sizes) else length == 0
+    inaccurate = ~in_range & (length > 0)
+    if is_one_product:
+        return inaccurate
     together = square_norms(
         [DeferredGradient(tuple(side), torch.Size(side[0].layout.shape), terms[0].dtype, terms[0].device)]
     )[0]
-    return (together < CANCELLATION * alone).nonzero().squeeze(1)
+    return inaccurate | (together < CANCELLATION * alone)
 
 
 def _are_products(bundle: Sequence[Region], side: int, places: torch.Tensor) -> torch.Tensor:

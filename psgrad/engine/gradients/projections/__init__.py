@@ -1,5 +1,5 @@
-"""Random projections of per-sample gradients: dense, sparse, and two-sided. None of them materialises a
-gradient or a matrix.
+"""Random projections of per-sample gradients: sparse, and two-sided. Neither materialises a gradient or a
+matrix.
 """
 
 from __future__ import annotations
@@ -7,15 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from psgrad.engine.gradients.projections.entrywise import Gaussian as Gaussian
-from psgrad.engine.gradients.projections.entrywise import Rademacher as Rademacher
-from psgrad.engine.gradients.projections.entrywise import Sparse as Sparse
 from psgrad.engine.gradients.projections.projection import VERSION
 from psgrad.engine.gradients.projections.projection import Projection as Projection
+from psgrad.engine.gradients.projections.sparse import Sparse as Sparse
 from psgrad.engine.gradients.projections.two_sided import TwoSided as TwoSided
 from psgrad.errors import TransformArgumentError
 
-_KINDS: dict[str, type[Projection]] = {kind.kind: kind for kind in (Rademacher, Gaussian, Sparse, TwoSided)}
+_KINDS: dict[str, type[Projection]] = {kind.kind: kind for kind in (Sparse, TwoSided)}
 
 
 def projection_from(description: Mapping[str, Any]) -> Projection:

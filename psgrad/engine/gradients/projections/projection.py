@@ -25,9 +25,8 @@ from psgrad.engine.gradients.terms import Workspace, accumulating_dtype, block_b
 from psgrad.engine.transforms.private_torch import without_modes
 from psgrad.errors import TransformArgumentError
 
-Kind = Literal["rademacher", "gaussian"]
-# Entries that one 64-bit word holds: a bit each, or 16 bits each.
-PER_WORD: dict[str, int] = {"rademacher": 64, "gaussian": 4}
+# Signs that one 64-bit word holds.
+PER_WORD = 64
 # Increased whenever the same description would give other numbers.
 VERSION = 1
 
@@ -91,24 +90,9 @@ def sign_at(some: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     return 1.0 - 2.0 * ((some >> bit) & 1)
 
 
-def normals(
-    some: torch.Tensor, out: torch.Tensor | None = None, index: torch.Tensor | None = None
-) -> torch.Tensor:
-    """int64 words [m, w] to float32 [m, 4 * w] normal numbers, 16 bits each, the lowest first: a look-up in
-    2^16 equally likely quantiles.
-
-    out, index: memory for them and for int32 indices, flat.
-    """
-    quarters = some.contiguous().view(torch.int16)
-    places = quarters.to(torch.int32) if index is None else index.view(quarters.shape).copy_(quarters)
-    return torch.index_select(_quantiles(some.device), 0, places.add_(1 << 15).flatten(), out=out).view(
-        quarters.shape
-    )
-
-
 def cached(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator: the last results, up to `count`, are not computed again. They are computed outside of
-    modes: a plan follows a pass by tensors without values, which must not be kept.
+    modes: a recorder would take their tensors for those of one program.
     """
 
     def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,6 +104,14 @@ def cached(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return wraps(function)(computed)
 
     return decorator
+
+
+def normals(some: torch.Tensor) -> torch.Tensor:
+    """int64 words [m, w] to float32 [m, 4 * w] normal numbers, 16 bits each, the lowest first: a look-up in
+    2^16 equally likely quantiles.
+    """
+    places = some.contiguous().view(torch.int16).to(torch.int32).add_(1 << 15)
+    return torch.index_select(_quantiles(some.device), 0, places.flatten()).view(places.shape)
 
 
 @cached(8)
@@ -138,7 +130,7 @@ def below(some: torch.Tensor, bound: int) -> torch.Tensor:
 
 
 class MatrixEntries:
-    """The entries of one parameter's matrix: float32, of mean zero and variance one.
+    """The entries of one parameter's matrix: random signs, float32.
 
     Large blocks are made in memory that is reused, because new memory costs more time than the numbers. A
     returned tensor is valid until the next call.
@@ -147,26 +139,18 @@ class MatrixEntries:
         count: rows of the matrix. The first rows don't depend on it.
     """
 
-    def __init__(self, kind: Kind, key: int, count: int, device: torch.device) -> None:
-        self.kind, self.key, self.count = kind, key, count
-        self._numbers = (torch.arange(-(-count // PER_WORD[kind]), device=device) + 1) * _GAMMA
+    def __init__(self, key: int, count: int, device: torch.device) -> None:
+        self.key, self.count = key, count
+        self._numbers = (torch.arange(-(-count // PER_WORD), device=device) + 1) * _GAMMA
         self._memory = Workspace(device)
 
     def at(self, places: torch.Tensor) -> torch.Tensor:
         """[m, count]: for each of the places [m] its column of the matrix."""
-        m, each, words = len(places), PER_WORD[self.kind], len(self._numbers)
+        m, words = len(places), len(self._numbers)
         some, spare = (self._memory.tensor(name, (m, words), torch.int64) for name in ("words", "spare"))
         torch.add(streams(self.key, places).unsqueeze(1), self._numbers, out=some)
         mixed(some, spare)
-        if self.kind == "rademacher":
-            made = signs(some, self._memory.tensor("bits", (m, 2 * words, 32), torch.int32))
-        else:
-            flat = (m * words * each,)
-            made = normals(
-                some,
-                self._memory.tensor("normals", flat, torch.float32),
-                self._memory.tensor("index", flat, torch.int32),
-            )
+        made = signs(some, self._memory.tensor("bits", (m, 2 * words, 32), torch.int32))
         return made[:, : self.count]
 
 

@@ -9,13 +9,13 @@ from typing import Literal
 
 import torch
 
-from psgrad.engine.gradients import Gaussian, PerSampleGradients, Projection, Rademacher, Sparse, TwoSided
+from psgrad.engine.gradients import PerSampleGradients, Projection, Sparse, TwoSided
 from psgrad.engine.gradients.flat import Flat
 from psgrad.errors import ConfigError, InfluenceError
 
 Columns = slice | list[int]
-Kind = Literal["none", "sparse", "rademacher", "gaussian", "two-sided"]
-KINDS = ("none", "sparse", "rademacher", "gaussian", "two-sided")
+Kind = Literal["none", "sparse", "two-sided"]
+KINDS = ("none", "sparse", "two-sided")
 
 
 class Projector:
@@ -54,12 +54,8 @@ class Projector:
         self.projection: Projection | None = None
         if kind != "none" and width < self.flat.size:
             own = seed_of(seed, number)
-            self.projection = {
-                "sparse": lambda: Sparse(dimension, seed=own),
-                "rademacher": lambda: Rademacher(dimension, seed=own),
-                "gaussian": lambda: Gaussian(dimension, seed=own),
-                "two-sided": lambda: TwoSided(side, side, seed=own),
-            }[kind]()
+            is_sparse = kind == "sparse"
+            self.projection = Sparse(dimension, own) if is_sparse else TwoSided(side, side, own)
         self.width = self.flat.size if self.projection is None else width
         self.noise = 0.0 if self.projection is None else dimension**-0.5
         if isinstance(self.projection, TwoSided):
@@ -81,27 +77,6 @@ class Projector:
         own = self._own_columns()
         found = [slice(0, self.width)] if own is None else own.values()
         return tuple(columns for columns in found if columns.start < columns.stop)
-
-    @property
-    def matrices(self) -> list[tuple[Columns, int, int]] | None:
-        """(columns, height, width) of the matrix that a row has for each parameter, a vector's as one of
-        height 1 without the columns that are always zero; None if all parameters share the columns.
-        """
-        own = self._own_columns()
-        if own is None:
-            return None
-        found: list[tuple[Columns, int, int]] = []
-        for name, shape in self.flat.shapes.items():
-            columns, size = own[name], math.prod(shape)
-            if not isinstance(self.projection, TwoSided):
-                height = shape[0] if len(shape) > 1 and size else 1
-                found.append((columns, height, size // height))
-            elif len(shape) > 1:
-                found.append((columns, self.side, self.side))
-            else:
-                used = [columns.start + place for place in self.projection.used_columns(name, size)]
-                found.append((used, 1, len(used)))
-        return [each for each in found if each[2]]
 
     def _own_columns(self) -> Mapping[str, slice] | None:
         """Parameter -> its columns; None if all parameters share the columns."""

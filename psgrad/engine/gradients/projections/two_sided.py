@@ -12,16 +12,7 @@ from typing import ClassVar
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
-from psgrad.engine.gradients.projections.entrywise import (
-    WIDEST,
-    Orders,
-    ParameterIndices,
-    Slice,
-    add_sparse,
-    slices,
-)
 from psgrad.engine.gradients.projections.projection import (
-    Kind,
     MatrixEntries,
     Per,
     Projection,
@@ -29,13 +20,22 @@ from psgrad.engine.gradients.projections.projection import (
     element_limit,
     key_of,
 )
-from psgrad.errors import TransformArgumentError
+from psgrad.engine.gradients.projections.sparse import (
+    Orders,
+    ParameterIndices,
+    Slice,
+    add_sparse,
+    slices,
+)
+
+# The most places of one product: longer float32 sums would lose digits.
+_WIDEST = 16384
 
 
 @dataclass(frozen=True)
 class TwoSided(Projection):
-    """The Kronecker product of two dense projections for each weight: A [left, rows] for its first axis, B
-    [right, columns] for all others.
+    """The Kronecker product of two matrices of random signs for each weight: A [left, rows] for its first
+    axis, B [right, columns] for all others.
 
     A weight's gradient sum_t l_t r_t^T becomes vec(sum_t (A l_t) (B r_t)^T), left * right numbers, at the
     cost of two small products. For a convolution, A is applied to the channels of the cotangents, and B is a
@@ -51,22 +51,16 @@ class TwoSided(Projection):
 
     Args:
         left, right: the numbers of rows of A and of B.
-        matrices: the distribution of their entries.
     """
 
     left: int
     right: int
     seed: int = 0
     per: Per = "parameter"
-    matrices: Kind = "rademacher"
     kind: ClassVar[str] = "two-sided"
 
     def __post_init__(self) -> None:
         self._check(left=self.left, right=self.right)
-        if self.matrices not in ("rademacher", "gaussian"):
-            raise TransformArgumentError(
-                f"TwoSided: matrices={self.matrices!r}; expected 'rademacher' or 'gaussian'"
-            )
 
     @property
     def width(self) -> int:
@@ -76,14 +70,8 @@ class TwoSided(Projection):
     def scale(self) -> float:
         return self.width**-0.5
 
-    def used_columns(self, name: str, size: int) -> list[int]:
-        """The columns that are not always zero for a parameter of fewer than two axes: one for each entry, or
-        all.
-        """
-        return self._orders(name).scattered(torch.arange(size))[0].unique().tolist()
-
     def _orders(self, name: str) -> Orders:
-        return Orders(key_of(self.seed, self.kind, name), self.width, 1)
+        return Orders(key_of(self.seed, self.kind, name), self.width)
 
     def add(self, sums: Sums, name: str, gradient: DeferredGradient) -> None:
         if len(gradient.shape) < 2:
@@ -116,10 +104,7 @@ class _SideMatrices:
     def __init__(self, projection: TwoSided, name: str, columns: int, device: torch.device) -> None:
         self.sizes, self.columns = (projection.left, projection.right), columns
         keys = (key_of(projection.seed, projection.kind, name, side) for side in ("left", "right"))
-        self._entries = [
-            MatrixEntries(projection.matrices, key, size, device)
-            for key, size in zip(keys, self.sizes, strict=True)
-        ]
+        self._entries = [MatrixEntries(key, size, device) for key, size in zip(keys, self.sizes, strict=True)]
 
     def of(self, side: int, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[m, left] of A for these rows of the parameter (side 0), or [m, right] of B for these columns (side
@@ -168,7 +153,7 @@ def _add_slices(sums: Sums, sides: _SideMatrices, placed: Placed) -> None:
     row, or single places.
     """
     limit = element_limit(sums.device, sums.dtype)
-    width = max(1, min(WIDEST, limit // sums.columns))
+    width = max(1, min(_WIDEST, limit // sums.columns))
     for part in slices(placed, sums.dtype, limit, width):
         if isinstance(part.places, range):
             for piece in _by_rows(part, sides.columns, max(1, limit // sides.sizes[1])):

@@ -3,7 +3,6 @@ samples' norms may be wrong by rounding, so that they are computed again in a sa
 
 That choice depends on the data, and a captured program can't depend on data. So while a program is captured
 or replayed, a flag is one more result. If it is true, the whole chunk is computed again without the program.
-If a pass only runs on tensors without values, for a plan, nothing is checked.
 
 Axes: sample n, position t, row a, column b, group g.
 """
@@ -174,33 +173,6 @@ def times_shared(factor: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     return torch.bmm(rows, shared).reshape(groups, n, positions, shared.shape[2]).transpose(0, 1)
 
 
-# The exponent of zero: less than any other, and than any two of them.
-OF_ZERO = -10_000
-# Powers of two that bring a factor to one must be numbers of float32 themselves; what is smaller stays a
-# little smaller than one.
-_SMALLEST_EXPONENT = -120
-
-
-def exponent(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., a] -> [...]: the power of two just above the largest number, zero if it is not finite; and
-    whether it is.
-    """
-    if not factor.numel():
-        shape = factor.shape[:-1]
-        return torch.full(shape, OF_ZERO, device=factor.device), torch.ones(
-            shape, dtype=torch.bool, device=factor.device
-        )
-    largest = torch.maximum(factor.amax(-1), -factor.amin(-1)).double()
-    finite = torch.isfinite(largest)
-    exponents = torch.frexp(largest.where(finite, 1.0)).exponent.long().clamp_(min=_SMALLEST_EXPONENT)
-    return exponents.masked_fill_(largest == 0, OF_ZERO), finite
-
-
-def power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """2^exponent in a type."""
-    return torch.exp2(exponent.double()).to(dtype)
-
-
 # The smallest squared norm that is safe in float32: squares leave its range long before gradients do.
 TINY_SQUARE = 1e-30
 
@@ -243,7 +215,6 @@ class Flags:
 
 
 _flags: ContextVar[Flags | None] = ContextVar("flags", default=None)
-_unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
 
 
 def current_flags() -> Flags | None:
@@ -251,20 +222,12 @@ def current_flags() -> Flags | None:
     return _flags.get()
 
 
-def is_unchecked() -> bool:
-    """Whether nothing is checked."""
-    return _unchecked.get()
-
-
 def samples_to_recompute(inaccurate: torch.Tensor) -> torch.Tensor:
-    """The indices [k] of the samples in a mask [n]. None inside `unchecked`; inside `flagging` a flag is
-    added instead.
-    """
+    """The indices [k] of the samples in a mask [n]. None inside `flagging`, where a flag is added instead."""
     flags = _flags.get()
-    if flags is None and not _unchecked.get():
+    if flags is None:
         return torch.nonzero(inaccurate).squeeze(1)
-    if flags is not None:
-        flags.add(inaccurate)
+    flags.add(inaccurate)
     return torch.empty(0, dtype=torch.int64, device=inaccurate.device)
 
 
@@ -277,13 +240,3 @@ def flagging() -> Iterator[Flags]:
         yield flags
     finally:
         _flags.reset(token)
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """A context without checks, for tensors without values."""
-    token = _unchecked.set(True)
-    try:
-        yield
-    finally:
-        _unchecked.reset(token)

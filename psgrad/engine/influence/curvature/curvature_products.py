@@ -30,7 +30,7 @@ from psgrad.engine.transforms import grad, jvp, vjp, vmap
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import InfluenceError
 
-Curvature = Literal["gauss_newton", "hessian", "fisher", "sampled"]
+CurvatureKind = Literal["gauss_newton", "hessian", "fisher", "sampled"]
 
 
 class CurvatureProducts(ABC):
@@ -65,19 +65,15 @@ class CurvatureProducts(ABC):
         error: 0 where it is exact.
         """
 
-    def diagonal(self) -> torch.Tensor | None:
-        """[p] float64 with the weight decay, on the CPU; None if it costs more than some products."""
-        return None
-
 
 def curvature_products(
-    training: Examples, curvature: Curvature = "gauss_newton", *, weight_decay: float = 0.0, seed: int = 0
+    training: Examples, curvature: CurvatureKind = "gauss_newton", *, weight_decay: float = 0.0, seed: int = 0
 ) -> CurvatureProducts:
     """Products with the mean curvature of the training set, by the method of the least work.
 
     curvature: 'gauss_newton' (the loss's second derivatives in the output, pulled back to the parameters),
-    'fisher' (of the labels that there are: the mean of g g' over per-sample gradients g) or 'hessian'; there
-    are none of 'sampled'. seed: of the random signs behind an estimated trace.
+    'fisher' (of the labels that there are: the mean of g g' over per-sample gradients g) or 'hessian'. seed:
+    of the random signs behind an estimated trace.
 
     Gauss-Newton and Fisher keep their rows where these fit in memory; else, and for a Hessian, each product
     runs over the data.
@@ -187,14 +183,10 @@ class RowProducts(CurvatureProducts):
         return (self.weight_decay * vectors + self._summed(result)).t()
 
     def mean_eigenvalue(self) -> tuple[float, float]:
-        return float(self.diagonal().mean()) - self.weight_decay, 0.0
-
-    def diagonal(self) -> torch.Tensor:
-        total = torch.zeros(self.flat.size, dtype=torch.float64)
-        for rows in self.chunks:
-            for name, part in rows.items():
-                total[self.flat.columns[name]] += part.diagonal().reshape(-1).cpu() / self.count
-        return self.weight_decay + self._summed(total)
+        squares = sum(part.square_sum() for rows in self.chunks for part in rows.values())
+        return float(
+            self._summed(torch.tensor(squares, dtype=torch.float64))
+        ) / self.count / self.flat.size, 0.0
 
 
 def _without_zeros(rows: PartsByName) -> PartsByName:
@@ -233,7 +225,7 @@ class PassProducts(CurvatureProducts):
     how = "passes over the data"
 
     def __init__(
-        self, training: Examples, curvature: Curvature, weight_decay: float = 0.0, seed: int = 0
+        self, training: Examples, curvature: CurvatureKind, weight_decay: float = 0.0, seed: int = 0
     ) -> None:
         super().__init__(training.flat, len(training), weight_decay)
         self.training, self.curvature, self.seed = training, curvature, seed

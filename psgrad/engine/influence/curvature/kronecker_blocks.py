@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.flat import Flat, Vectors, as_gradients
+from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import Product, Term, accumulating_dtype, blocks, times_shared
 from psgrad.engine.influence.curvature.kronecker_factors import Form, Side, only_product
@@ -315,26 +315,6 @@ def outer_inner(term: Product, values: torch.Tensor) -> torch.Tensor:
         (torch.matmul(left, part) * right).sum(3).sum(1, dtype=torch.float64) for part in values.split(step)
     ]
     return torch.cat(moved).t()
-
-
-@dataclass(frozen=True)
-class KroneckerRoots:
-    """Powers of a matrix made of blocks plus a damping, as a preconditioner of conjugate gradients."""
-
-    flat: Flat
-    blocks: list[KroneckerBlock]
-    damping: float
-    name = "ekfac"
-
-    def root(self, block: torch.Tensor, power: float) -> torch.Tensor:
-        """[k, p]: the power of the matrix times each of k vectors [k, p], float64."""
-        gradients, total = as_gradients(self.flat.split(block)), Vectors()
-        for each in self.blocks:
-            values = each.values + self.damping
-            least = torch.finfo(values.dtype).eps * values.amax()
-            for name, value in each.precondition(gradients, values.clamp_min(least) ** power).items():
-                total[name] = total[name] + value if name in total else value
-        return self.flat.join(total)
 
 
 def second_moment(basis: Basis, gradients: PerSampleGradients) -> torch.Tensor:

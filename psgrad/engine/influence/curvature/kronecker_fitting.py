@@ -231,8 +231,8 @@ def fisher_rows(training: Examples, draws: int | None, seed: int) -> OutputRows:
         return sampled_label_rows(training, draws, seed)
     if size > LARGEST_OUTPUT:
         raise InfluenceError(
-            f"the model's output has {size} numbers for one example, too many for the second derivatives"
-            f" of its loss in them; expected at most {LARGEST_OUTPUT}, for rows of the Gauss-Newton matrix",
+            f"the model's output has {size} numbers for one example, and rows of the Gauss-Newton matrix take"
+            f" at most {LARGEST_OUTPUT}",
             hint="set fisher: sampled, which draws labels, or empirical",
         )
     if draws is None:
@@ -307,9 +307,8 @@ class SampledLabelRows(OutputRows):
 def _no_labels(outputs: torch.Tensor) -> InfluenceError:
     return InfluenceError(
         f"the model's output has {outputs[0].numel()} numbers for one example, and its loss is not that of"
-        " a softmax with one label a position, so that no labels can be drawn; expected cross_entropy or"
-        " token_cross_entropy for outputs of this size",
-        hint="set fisher: empirical, which takes the gradients of the training loss",
+        " a softmax with one label a position, so that no labels can be drawn",
+        hint="set fisher: empirical, or the loss cross_entropy or token_cross_entropy",
     )
 
 

@@ -48,8 +48,8 @@ class ParameterRows(ABC):
         """Add the sums over rows, each times its weights [n * R, k], to `total`, which is arranged."""
 
     @abstractmethod
-    def diagonal(self) -> torch.Tensor:
-        """[numel] float64: the sum over rows of the squares of their elements."""
+    def square_sum(self) -> float:
+        """The sum over rows of the squares of their elements, added in float64."""
 
     @abstractmethod
     def alive(self) -> torch.Tensor:
@@ -92,11 +92,8 @@ class MaterialisedRows(ParameterRows):
     def add_back(self, total: torch.Tensor, weights: torch.Tensor, samples: slice) -> None:
         total.addmm_(self.rows[samples].flatten(0, 1).to(weights.dtype).t(), weights)
 
-    def diagonal(self) -> torch.Tensor:
-        total = self.rows.new_zeros(self.rows.shape[2], dtype=torch.float64)
-        for sample in self.rows:
-            total += sample.double().square().sum(0)
-        return total
+    def square_sum(self) -> float:
+        return sum(float(sample.double().square().sum()) for sample in self.rows)
 
     def alive(self) -> torch.Tensor:
         return (self.rows != 0).any(2).any(0)
@@ -158,16 +155,14 @@ class SharedFactorRows(ParameterRows):
         moved = torch.bmm(own.flatten(2).transpose(1, 2), weights.reshape(n, rows, -1))  # [n, t * a, k]
         total.addmm_(shared.flatten(0, 1).t(), moved.reshape(n * positions, -1))
 
-    def diagonal(self) -> torch.Tensor:
+    def square_sum(self) -> float:
         if self.own.shape[2] == 1:
-            total = (
-                self.own.squeeze(2).double().square().sum(1).t() @ self.shared.squeeze(1).double().square()
-            )
-        else:
-            total = self.own.new_zeros(self._sizes, dtype=torch.float64)
-            for own, shared in zip(self.own, self.shared, strict=True):
-                total += torch.matmul(own.double().transpose(1, 2), shared.double()).square().sum(0)
-        return total.t() if self.transposed else total
+            own, shared = (each.double().square().flatten(1).sum(1) for each in (self.own, self.shared))
+            return float(own @ shared)
+        return sum(
+            float(torch.matmul(own.double().transpose(1, 2), shared.double()).square().sum())
+            for own, shared in zip(self.own, self.shared, strict=True)
+        )
 
     def alive(self) -> torch.Tensor:
         return (self.own != 0).flatten(2).any(2).any(0)

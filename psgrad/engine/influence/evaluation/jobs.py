@@ -56,8 +56,7 @@ class LoadedRows:
             if shortest < longest:
                 raise ModelError(
                     f"rows of {shortest} to {longest} positions can't be trained on together: the model"
-                    " does not ignore padding; expected rows of one length, or a model that takes a mask"
-                    " of the positions",
+                    " does not ignore padding",
                     hint="give the model a mask as an input, or evaluate on rows of one length",
                 )
         return LoadedRows(
@@ -100,8 +99,7 @@ class Members:
         )
         if odd is not None:
             raise ModelError(
-                f"the retrained model number {odd} has other weights than number 0; expected models of one"
-                " class with the same parameters and buffers",
+                f"the retrained model number {odd} has other weights than number 0",
                 hint="have the training function return the model that it is given, trained",
             )
         for model in models:

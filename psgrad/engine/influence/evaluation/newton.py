@@ -54,8 +54,7 @@ def minimise(
     flat = Flat({name: value[0] for name, value in params.items()})
     if flat.size > _MOST_PARAMETERS:
         raise InfluenceError(
-            f"newton was asked to train {flat.size:,} parameters; expected at most {_MOST_PARAMETERS:,},"
-            " as it factorises their Hessian",
+            f"newton was asked to train {flat.size:,} parameters; expected at most {_MOST_PARAMETERS:,}",
             hint="set influence.evaluate.train.optimizer: adam",
         )
     search = _NewtonSearch(model, flat, fixed, rows, jobs, criterion, recipe)
@@ -111,11 +110,8 @@ class _NewtonSearch:
             size = after
         raise InfluenceError(
             f"newton did not find the minimum of {self.jobs[number].name}: an entry of the gradient is"
-            f" still {float(size):.3g}; expected at most {self.recipe.tolerance:g}",
-            hint=(
-                "the weights are in float32, or the objective is hardly convex; set engine.dtype:"
-                " float64, a larger train.weight_decay or a larger train.tolerance"
-            ),
+            f" still {float(size):.3g}, and the tolerance {self.recipe.tolerance:g}",
+            hint="set engine.dtype: float64, a larger train.weight_decay or a larger train.tolerance",
         )
 
     def _step(
@@ -141,13 +137,9 @@ class _NewtonSearch:
         factor, failed = torch.linalg.cholesky_ex(hessian(self._objective)(at, *arguments).double())
         if int(failed):
             raise InfluenceError(
-                f"newton can't train {self.jobs[number].name}: its Hessian is not positive definite;"
-                " expected a strictly convex objective, such as softmax regression with weight decay",
-                hint=(
-                    "the model has hidden layers, or directions that its loss does not depend on and no"
-                    " weight decay; set a train.weight_decay, or influence.evaluate.train.optimizer:"
-                    " adam"
-                ),
+                f"newton can't train {self.jobs[number].name}: its Hessian is not positive definite, and the"
+                " objective not strictly convex",
+                hint="set a train.weight_decay, or influence.evaluate.train.optimizer: adam",
             )
         return factor
 

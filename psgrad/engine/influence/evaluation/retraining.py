@@ -196,10 +196,7 @@ def _require_finite(
     raise InfluenceError(
         f"the training of {jobs[lost[0]].name} diverged in epoch {epoch}: its loss or weights are not finite "
         f"({len(lost)} of the {len(jobs)} models that are trained together)",
-        hint=(
-            "the learning rate is too high for this model, or its loss is not bounded on these rows;"
-            " set a smaller learning_rate in influence.evaluate.train"
-        ),
+        hint="set a smaller learning_rate in influence.evaluate.train",
     )
 
 
@@ -207,13 +204,9 @@ def _require_independent(model: nn.Module) -> None:
     mixing = next((name for name, layer in model.named_modules() if isinstance(layer, BatchNormBase)), None)
     if mixing is not None:
         raise ModelError(
-            f"the built-in trainer can't train the layer {mixing or 'the model itself'} (batch"
-            " normalisation)",
-            hint=(
-                "in train mode it makes every sample depend on its whole batch, and keeps a state"
-                " beside the weights; name a training function of your own:"
-                " influence.evaluate.train.function: file.py:train"
-            ),
+            f"the built-in trainer can't train the layer {mixing or 'the model itself'}: batch normalisation"
+            " makes every sample depend on its whole batch",
+            hint="name a function of your own in influence.evaluate.train.function",
         )
 
 

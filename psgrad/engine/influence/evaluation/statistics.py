@@ -181,14 +181,11 @@ def has_damping(method: Method) -> bool:
 def damped(
     method: Method, fitted: Sequence[Fitted], places: Sequence[CheckpointExamples], relative: float
 ) -> tuple[Method, list[Fitted]]:
-    """The method with another damping, relative to the curvature's mean eigenvalue: by the factorisation at
-    hand where it allows that, else fitted anew. Raises InfluenceError where the method has no damping.
+    """The method with another damping, relative to the curvature's mean eigenvalue, fitted anew. Raises
+    InfluenceError where the method has no damping.
     """
     if not has_damping(method):
         raise InfluenceError(f"the method {method.name} has no damping to tune")
     changed: Any = method
     changed = replace(changed, damping=None, relative_damping=relative)
-    if all(hasattr(one, "with_damping") for one in fitted):
-        refitted: Sequence[Any] = fitted
-        return changed, [one.with_damping(relative=relative) for one in refitted]
     return changed, fitted_to(changed, places)

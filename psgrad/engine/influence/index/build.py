@@ -14,7 +14,6 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import OneProcess, Processes, in_chunks
 from psgrad.engine.influence.index.estimators import ProjectedCosines, ProjectedProducts, require_parameters
 from psgrad.engine.influence.index.index_rows import RowPass, RowSource
-from psgrad.engine.influence.index.row_products import RowForm
 from psgrad.engine.influence.index.stored_index import IndexStore, StoredRows, encoded, projector_of, spec_of
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, ScoreBlock, Scores
 from psgrad.engine.influence.methods.gradient_products import (
@@ -74,7 +73,7 @@ def build_index(
             continue
         examples, projector = load(number), projector_of(store.description, number)
         require_parameters(projector.flat, examples)
-        going, form = RowPass(examples, projector, spec.features), RowForm(projector, spec.rank)
+        going = RowPass(examples, projector, spec.features)
         _agree_on_chunk_size(going.source, processes, number)
         for shard in every[processes.rank :: processes.size]:
             rows = shards[shard]
@@ -85,7 +84,7 @@ def build_index(
                     f"{len(bad)} rows have a gradient that is not finite, and no score:"
                     f" {', '.join(bad[:8])}{' ...' * (len(bad) > 8)}"
                 )
-            arrays = encoded(blocks, spec.dtype, form)
+            arrays = encoded(blocks, spec.dtype, projector.spans)
             if number == 0 and digests is not None:
                 arrays["digest"] = digests(rows.start, rows.stop)
             store.write(number, shard, arrays)
@@ -140,18 +139,12 @@ def from_index(method: Method, store: IndexStore) -> Method:
         raise InfluenceError(
             f"an index has no answer by {method.name}; expected one of"
             f" {', '.join(kind.name for kind in _ANSWERED)}",
-            hint=(
-                "it holds one row of numbers for each training example, and no curvature of the model;"
-                " choose one of these, or leave influence.index out"
-            ),
+            hint="choose one of these, or leave influence.index out",
         )
     if isinstance(method, TracIn) and method.optimizer == "adam":
         raise InfluenceError(
-            "an index has no answer by tracin with optimizer: adam; expected optimizer: sgd",
-            hint=(
-                "Adam scales each number of a gradient, and an index holds projections; leave optimizer"
-                " out, or leave influence.index out"
-            ),
+            "an index holds projections, and tracin with optimizer: adam scales each number of a gradient",
+            hint="leave optimizer out, or leave influence.index out",
         )
     return _Indexed(method, store)
 

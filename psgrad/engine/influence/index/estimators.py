@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,12 +15,23 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, in_turn
 from psgrad.engine.gradients.flat import Flat
 from psgrad.engine.gradients.projections.projector import Columns
+from psgrad.engine.influence.damping import Damping
 from psgrad.engine.influence.index.index_rows import Differentiated, RowBlock, RowSource
-from psgrad.engine.influence.index.row_products import Queries
 from psgrad.engine.influence.index.stored_index import StoredRows
-from psgrad.engine.influence.leverage import Damping
 from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock
-from psgrad.errors import InfluenceError, one_line
+from psgrad.errors import InfluenceError
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Prepared queries in some of the k columns of a row. own: [m, width] float64."""
+
+    own: torch.Tensor
+    columns: Columns
+
+    def products(self, rows: torch.Tensor) -> torch.Tensor:
+        """[b, m] float64: the inner products of rows [b, k] with the queries in these columns."""
+        return rows[:, self.columns].double() @ self.own.t()
 
 
 class FittedRows(Fitted):
@@ -53,7 +65,9 @@ class FittedRows(Fitted):
         """The scores of all rows, or of some of them, for queries [m, k] float64 that are projected."""
         processes = OneProcess() if processes is None else processes
         source, prepared = self.source if rows is None else rows, self.prepared(projected)
-        asked = {label: Queries(prepared, columns) for label, columns in self.columns(per).items()}
+        asked = {
+            label: Queries(prepared[:, columns], columns) for label, columns in self.columns(per).items()
+        }
 
         def own() -> Iterator[Arrays]:
             for block in source.blocks(processes.rank, processes.size):
@@ -127,7 +141,7 @@ class ProjectedProducts(FittedRows):
         self.factor = factor
 
     def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
-        return block.rows.products(queries) * (self.factor * block.to_loss).unsqueeze(1)
+        return queries.products(block.rows) * (self.factor * block.to_loss).unsqueeze(1)
 
     def self_influence(self) -> Iterator[SelfBlock]:
         squares = self.source.losses_and_square_norms()[1]
@@ -145,9 +159,9 @@ class ProjectedCosines(FittedRows):
         return {**self.source.projector.columns("total"), **self.source.projector.columns(per)}
 
     def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
-        own = block.rows.norms(queries.columns) * block.to_loss.abs()
+        own = block.rows[:, queries.columns].double().norm(dim=1) * block.to_loss.abs()
         norms = own.unsqueeze(1) * queries.own.norm(dim=1)
-        products = block.rows.products(queries) * block.to_loss.unsqueeze(1)
+        products = queries.products(block.rows) * block.to_loss.unsqueeze(1)
         return torch.where(norms > 0, products / norms, torch.nan)
 
     def self_influence(self) -> Iterator[SelfBlock]:
@@ -183,21 +197,11 @@ class ProjectedInverse(FittedRows):
         self.facts |= {"damping": lam, "mean_eigenvalue": mean}
         self._root = factor_of(moment + torch.eye(k, dtype=torch.float64) * (lam * n), lam, mean, n)
 
-    def with_damping(
-        self, *, damping: float | None = None, relative: float | None = None
-    ) -> ProjectedInverse:
-        """The inverse of the same rows with another damping, by the factorisation of a k x k matrix. Give one
-        of the two arguments.
-        """
-        if (damping is None) == (relative is None):
-            raise ValueError("with_damping takes damping or relative")
-        return ProjectedInverse(self.source, self.of, damping, 0.0 if relative is None else relative)
-
     def prepared(self, queries: torch.Tensor) -> torch.Tensor:
         return torch.cholesky_solve(queries.t(), self._root).t()
 
     def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
-        products = block.rows.products(queries)
+        products = queries.products(block.rows)
         return -products if self.of == "margin" else products * block.to_loss.unsqueeze(1)
 
     def weights(self, block: RowBlock) -> torch.Tensor | None:
@@ -233,15 +237,11 @@ def factor_of(matrix: torch.Tensor, damping: float, mean_eigenvalue: float, coun
     enough = 1e-6 * mean_eigenvalue
     raise InfluenceError(
         f"the second moment of the projected gradients is singular: damping {damping:g}, {len(matrix)}"
-        f" columns, {count} training examples; expected a matrix with an inverse",
+        f" columns, {count} training examples",
         hint=(
-            one_line(
-                "fewer training examples than columns, or parameters that the loss does not depend on, and"
-                " hardly any damping",
-                f"set influence.method.damping: {enough:.3g}, or more"
-                if enough > 0
-                else "look at the data: every gradient is zero",
-            )
+            f"set influence.method.damping: {enough:.3g}, or more"
+            if enough > 0
+            else "look at the data: every gradient is zero"
         ),
     )
 
@@ -262,8 +262,5 @@ def require_parameters(flat: Flat, queries: Examples) -> None:
     raise InfluenceError(
         f"the queries' gradients are of other parameters than the training examples': {first} is"
         f" {sizes[1] or 'not among them'}; expected {first} {sizes[0] or 'not among them'}",
-        hint=(
-            "another model, or another choice of parameters; choose the same model and parameters, or"
-            " build the index again"
-        ),
+        hint="choose the same model and parameters, or build the index again",
     )

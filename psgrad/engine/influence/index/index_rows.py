@@ -21,7 +21,6 @@ from psgrad.engine.gradients import (
     per_sample_projections,
 )
 from psgrad.engine.gradients.projections.projector import Projector
-from psgrad.engine.influence.index.row_products import FloatRows, IndexRows
 from psgrad.engine.transforms import grad_and_value
 from psgrad.errors import InfluenceError
 
@@ -62,10 +61,7 @@ def margin(output: Any, target: Any) -> torch.Tensor:
 def _no_margin(arrived: str) -> InfluenceError:
     return InfluenceError(
         f"TRAK has no margin here: {arrived}; expected logits [classes] with one label, or one number",
-        hint=(
-            "a loss over positions or over several values, which is no function of one number of the"
-            " model's output; choose another method, such as influence or ekfac"
-        ),
+        hint="choose another method, such as influence or ekfac",
     )
 
 
@@ -115,12 +111,8 @@ def require_explained(aux: dict[str, torch.Tensor], numbers: torch.Tensor) -> No
         row = int(wrong.nonzero()[0])
         raise InfluenceError(
             f"TRAK: the loss of row {int(numbers[row])} is no function of its margin, which leaves"
-            f" {(rest / slope).sqrt()[row].item():.0%} of its slope; expected a loss of the label's log"
-            " odds alone, such as a cross entropy, or a loss of an output that is one number",
-            hint=(
-                "label smoothing, probabilities as targets, or a loss that looks at the other classes"
-                " one by one; choose another method, such as influence or ekfac"
-            ),
+            f" {(rest / slope).sqrt()[row].item():.0%} of its slope, as with label smoothing",
+            hint="choose another method, such as influence or ekfac",
         )
 
 
@@ -141,7 +133,7 @@ class RowBlock:
 
     start: int
     stop: int
-    rows: IndexRows
+    rows: torch.Tensor
     loss: torch.Tensor
     square_norm: torch.Tensor
     weight: torch.Tensor | None = None
@@ -211,7 +203,7 @@ class RowPass:
             if weight is not None:
                 values["weight"] = weight.where(finite, 0.0)
             rows = rows.where(finite.unsqueeze(1), torch.zeros((), dtype=rows.dtype))
-            yield RowBlock(place.start, place.stop, FloatRows(rows), **values)
+            yield RowBlock(place.start, place.stop, rows, **values)
 
     def _columns(self, start: int, stop: int | None) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """The columns of each chunk; where memory is short, no more than one parameter's gradient is kept."""

@@ -13,7 +13,6 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.gradients.projections.projector import Kind, Projector
 from psgrad.engine.influence.index.index_rows import BLOCK, Differentiated, RowBlock, moments
-from psgrad.engine.influence.index.row_products import FloatRows, IndexRows, Int8Rows, RowForm, quantised
 from psgrad.errors import ConfigError, InfluenceError
 
 DType = Literal["float64", "float32", "float16", "bfloat16", "int8"]
@@ -30,8 +29,6 @@ class IndexSpec:
         dtype: of the numbers on the disk. Half-precision numbers are relative to the largest one of their
             row; whole numbers of 8 bits to that of their row in their parameter, where parameters have
             columns of their own.
-        rank: at most this many vectors for the rows and the columns of each parameter's matrix are kept,
-            where they take less; None keeps all of its numbers. For 'two-sided' and 'none'.
         rows_per_shard: rows of a file, which is the least that is computed again after a kill.
 
     Raises ConfigError for a value out of range.
@@ -42,7 +39,6 @@ class IndexSpec:
     seed: int = 0
     features: Differentiated = "loss"
     dtype: DType = "float32"
-    rank: int | None = None
     rows_per_shard: int = 4096
 
     def __post_init__(self) -> None:
@@ -52,7 +48,7 @@ class IndexSpec:
                     f"an index with {name}: {getattr(self, name)}; expected one of"
                     f" {', '.join(get_args(kind))}",
                 )
-        for name in ("dimension", "rows_per_shard", *(() if self.rank is None else ("rank",))):
+        for name in ("dimension", "rows_per_shard"):
             if (
                 isinstance(getattr(self, name), bool)
                 or not isinstance(getattr(self, name), int)
@@ -98,12 +94,11 @@ def describe(
     fingerprint: the hashes of the data and of each checkpoint's file, the loss, by name.
     """
     projector = Projector(spec.projection, spec.dimension, spec.seed, 0, training.params)
-    form = RowForm(projector, spec.rank)
     return {
         "rows": len(training),
         "checkpoints": checkpoints,
         **asdict(spec),
-        "columns": form.width,
+        "columns": projector.width,
         "projection_of_first_checkpoint": (
             None if projector.projection is None else projector.projection.describe()
         ),
@@ -139,7 +134,6 @@ class StoredRows:
         spec = spec_of(store.description)
         self.of, self.dtype = spec.features, spec.dtype
         self.projector = projector_of(store.description, number)
-        self.form = RowForm(self.projector, spec.rank)
 
     def __len__(self) -> int:
         return int(self.store.description["rows"])
@@ -151,7 +145,7 @@ class StoredRows:
     def blocks(self, first: int = 0, step: int = 1) -> Iterator[RowBlock]:
         most = max(1, BLOCK // self.projector.width)
         for start, arrays in self.store.blocks(self.number, most, None, first, step):
-            yield decoded(arrays, start, self.dtype, self.form)
+            yield decoded(arrays, start, self.dtype, self.projector.spans)
 
     def losses_and_square_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[n] float64 both, of whole gradients of the loss, NaN where one is not finite; no row is read for
@@ -169,11 +163,8 @@ class StoredRows:
         if stored is None:
             raise InfluenceError(
                 f"the index has rows of {self.projector.width:,} columns, and keeps no second moment of so"
-                f" many; expected at most {WIDEST:,} columns for trak and projected_influence",
-                hint=(
-                    "build an index with a smaller dimension, or ask this one for gradient_dot or"
-                    " gradient_cosine"
-                ),
+                f" many: at most {WIDEST:,}, for trak and projected_influence",
+                hint="build an index with a smaller dimension, or ask for gradient_dot or gradient_cosine",
             )
         return torch.from_numpy(stored)
 
@@ -209,7 +200,7 @@ class ChosenRows:
         whole, most = self.whole, max(1, BLOCK // self.projector.width)
         for place, (start, arrays) in enumerate(whole.store.chosen(whole.number, self.rows, most)):
             if place % step == first:
-                yield decoded(arrays, start, whole.dtype, whole.form)
+                yield decoded(arrays, start, whole.dtype, whole.projector.spans)
 
     def losses_and_square_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         losses, squares = self.whole.losses_and_square_norms()
@@ -219,14 +210,18 @@ class ChosenRows:
         return self.whole.moment(of)
 
 
-def encoded(blocks: Sequence[RowBlock], dtype: DType, form: RowForm) -> dict[str, np.ndarray]:
+# The largest 8-bit number of a row.
+_LARGEST = 127
+
+
+def encoded(blocks: Sequence[RowBlock], dtype: DType, spans: Sequence[slice]) -> dict[str, np.ndarray]:
     """Neighbouring blocks as arrays of one shard.
 
     rows: each divided by the power of two above its largest number, which is exact, so that no row is too
     small or too large for a half; bfloat16 as the uint16 of its bits. exponent: [b] of that power. scales:
     [b, s] of int8, one for each span of columns.
     """
-    rows = form.shortened(torch.cat([block.rows.double() for block in blocks]))
+    rows = torch.cat([block.rows.double() for block in blocks])
     exponent = torch.frexp(rows.abs().amax(1)).exponent.clamp(min=_LEAST)
     relative = torch.ldexp(rows, -exponent.unsqueeze(1))
     arrays = {
@@ -235,7 +230,10 @@ def encoded(blocks: Sequence[RowBlock], dtype: DType, form: RowForm) -> dict[str
         "square_norm": torch.cat([block.square_norm for block in blocks]).numpy(),
     }
     if dtype == "int8":
-        values, scales = quantised(relative, form.spans)
+        largest = torch.stack([relative[:, span].abs().amax(1) for span in spans], 1)
+        # of zeros, and of numbers that float32 does not have, any scale is right
+        scales = (largest / _LARGEST).float().clamp(min=torch.finfo(torch.float32).tiny)
+        values = (relative / _by_column(scales, spans)).round().to(torch.int8)
         arrays |= {"rows": values.numpy(), "scales": scales.numpy()}
     else:
         values = relative.to(getattr(torch, dtype))
@@ -245,19 +243,20 @@ def encoded(blocks: Sequence[RowBlock], dtype: DType, form: RowForm) -> dict[str
     return {**arrays, "weight": torch.cat(weights).numpy()} if weights else arrays
 
 
-def decoded(arrays: dict[str, np.ndarray], start: int, dtype: DType, form: RowForm) -> RowBlock:
+def decoded(arrays: dict[str, np.ndarray], start: int, dtype: DType, spans: Sequence[slice]) -> RowBlock:
     """A block of rows [b, k] of a shard from the arrays of `encoded`."""
-    scale = torch.from_numpy(np.ldexp(1.0, arrays["exponent"])).unsqueeze(1)
-    if dtype == "int8":
-        scales = torch.from_numpy(arrays["scales"]) * scale
-        rows: IndexRows = Int8Rows(torch.from_numpy(arrays["rows"]), scales, form.spans)
-    else:
-        values = (
-            torch.from_numpy(arrays["rows"].view(np.int16)).view(torch.bfloat16)
-            if dtype == "bfloat16"
-            else torch.from_numpy(arrays["rows"])
-        )
-        rows = FloatRows(values * scale)
+    values = torch.from_numpy(arrays["rows"].view(np.int16) if dtype == "bfloat16" else arrays["rows"])
+    if dtype == "bfloat16":
+        values = values.view(torch.bfloat16)
+    elif dtype == "int8":
+        values = values * _by_column(torch.from_numpy(arrays["scales"]), spans)
+    rows = values * torch.from_numpy(np.ldexp(1.0, arrays["exponent"])).unsqueeze(1)
     weight = torch.from_numpy(arrays["weight"]) if "weight" in arrays else None
     loss, square_norm = torch.from_numpy(arrays["loss"]), torch.from_numpy(arrays["square_norm"])
-    return RowBlock(start, start + len(rows), form.restored(rows), loss, square_norm, weight)
+    return RowBlock(start, start + len(rows), rows, loss, square_norm, weight)
+
+
+def _by_column(scales: torch.Tensor, spans: Sequence[slice]) -> torch.Tensor:
+    """[b, k] float64 of one scale [b, s] for each span of columns."""
+    widths = torch.tensor([span.stop - span.start for span in spans])
+    return scales.double().repeat_interleave(widths, 1)

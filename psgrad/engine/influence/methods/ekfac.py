@@ -16,7 +16,7 @@ from psgrad.engine.influence.amounts import is_affine
 from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerBlock, Multiplied
 from psgrad.engine.influence.curvature.kronecker_fitting import EXACT_BLOCK, fisher_rows, fit_blocks
 from psgrad.engine.influence.curvature.separable import Separable
-from psgrad.engine.influence.leverage import Damping, default_damping
+from psgrad.engine.influence.damping import Damping, default_damping
 from psgrad.engine.influence.method import (
     RELATIVE,
     Checkpoint,
@@ -27,7 +27,7 @@ from psgrad.engine.influence.method import (
     ScoreBlock,
     SelfBlock,
 )
-from psgrad.errors import ConfigError, InfluenceError, one_line
+from psgrad.errors import ConfigError, InfluenceError
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,9 @@ class EKFAC(Method):
 
     def __post_init__(self) -> None:
         if self.draws < 1:
-            raise ConfigError(
-                f"draws is {self.draws}; expected at least one sampled row for each training example"
-            )
+            raise ConfigError(f"ekfac: draws is {self.draws}; expected at least 1")
         if self.exact_blocks < 0:
-            raise ConfigError(
-                f"exact_blocks is {self.exact_blocks}; expected the most numbers of a weight with its bias"
-                " whose block is exact, or 0 for none",
-            )
+            raise ConfigError(f"ekfac: exact_blocks is {self.exact_blocks}; expected 0 for none, or more")
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         blocks = fit_blocks(self._rows(training), len(training), self.exact_blocks)
@@ -180,17 +175,6 @@ class KroneckerFactored(Preconditioned):
             "blocks": {block.label: block.basis.describe() for block in blocks},
         }
 
-    def with_damping(
-        self, *, damping: float | None = None, relative: float | None = None
-    ) -> KroneckerFactored:
-        """The inverse of these blocks with another damping: an absolute one, or one relative to each block's
-        mean eigenvalue.
-        """
-        chosen = Damping(damping) if relative is None else Damping(damping, relative)
-        fitted = KroneckerFactored(self.training, self.blocks, self.weight_decay, chosen)
-        fitted.facts = {**self.facts, **fitted.facts}
-        return fitted
-
     def _inverse(self, block: KroneckerBlock) -> torch.Tensor:
         """[g, a, b]: the eigenvalues of the inverse of n (C + lam I)."""
         values = block.values + (self.weight_decay + self.damping[block.label])
@@ -198,18 +182,14 @@ class KroneckerFactored(Preconditioned):
         precision = torch.finfo(self.training.stream.dtype).eps
         if not smallest > precision * largest:
             mean = self.means[block.label]
-            cause, hint = (
-                "no training example has a gradient in this layer",
-                "leave it out of `parameters`",
-            )
-            if mean:
-                cause = "directions that no training example's gradient has"
-                hint = f"set influence.method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue"
             raise InfluenceError(
                 f"the curvature of {block.label} has no inverse: with a damping of"
-                f" {self.damping[block.label]:.3g} its eigenvalues go from {smallest:.3g} to"
-                f" {largest:.3g}; expected all of them above {precision * largest:.3g}",
-                hint=one_line(cause, hint),
+                f" {self.damping[block.label]:.3g} its eigenvalues go from {smallest:.3g} to {largest:.3g}",
+                hint=(
+                    f"set influence.method.damping: {0.1 * mean:.3g}, a tenth of the mean eigenvalue"
+                    if mean
+                    else "no example has a gradient in this layer; leave it out of `parameters`"
+                ),
             )
         return 1 / (values * len(self.training))
 

@@ -112,10 +112,7 @@ class GradientCosines(Fitted):
     def self_influence(self) -> Iterator[SelfBlock]:
         raise InfluenceError(
             "gradient_cosine has no self-influence: the cosine of every gradient with itself is 1",
-            hint=(
-                "set influence.self_influence: never, or choose gradient_dot, whose self-influence is the"
-                " squared gradient norm"
-            ),
+            hint="set influence.self_influence: never, or choose gradient_dot",
         )
 
 
@@ -158,13 +155,12 @@ class TracIn(Method):
     def __post_init__(self) -> None:
         if self.optimizer not in ("sgd", "adam") or (self.batch_size is not None and self.batch_size < 1):
             raise ConfigError(
-                f"tracin: optimizer {self.optimizer!r}, batch_size {self.batch_size}; expected optimizer:"
-                " sgd or adam, and a batch_size from 1 on",
+                f"tracin: optimizer {self.optimizer!r}, batch_size {self.batch_size}; expected sgd or adam,"
+                " and at least 1"
             )
         if self.batch_size is not None and self.optimizer == "sgd":
             raise ConfigError(
-                "tracin: batch_size is given, and optimizer is sgd, whose steps need no mean of squares;"
-                " expected batch_size with optimizer: adam alone",
+                "tracin: batch_size is given, and optimizer is sgd; expected batch_size with adam alone"
             )
         if self.optimizer == "adam":
             object.__setattr__(self, "unit", self.unit.replace("plain gradient step", "step of Adam"))
@@ -173,7 +169,7 @@ class TracIn(Method):
         if checkpoint.learning_rate is None:
             raise InfluenceError(
                 f"tracin weighs each checkpoint by its learning rate, and checkpoint {checkpoint.number}"
-                " has none; expected the optimiser's learning rate when the checkpoint was saved",
+                " has none",
                 hint="name it in influence.checkpoints: [{path: ..., learning_rate: ...}]",
             )
         if self.optimizer == "adam":
@@ -201,8 +197,7 @@ class AdamProducts(Preconditioned):
         if squares is None and batch_size is None:
             raise InfluenceError(
                 "tracin with optimizer: adam needs Adam's mean of squared gradients, and checkpoint"
-                f" {checkpoint.number} has none; expected an optimizer.pt in its folder, or the .optimizer"
-                " file of psgrad.RunCheckpoints beside it",
+                f" {checkpoint.number} has no state of the optimiser beside it",
                 hint="set influence.method.batch_size to that of training: they are then estimated",
             )
         if squares is None:
@@ -211,9 +206,8 @@ class AdamProducts(Preconditioned):
         missing = next((name for name in training.params if name not in squares), None)
         if missing is not None:
             raise InfluenceError(
-                f"the optimiser's state of checkpoint {checkpoint.number} has nothing of {missing};"
-                " expected a state of all parameters that scores are about",
-                hint="a parameter that was not trained; leave it out of influence.parameters",
+                f"the optimiser's state of checkpoint {checkpoint.number} has nothing of {missing}",
+                hint="leave parameters that were not trained out of influence.parameters",
             )
         assert checkpoint.learning_rate is not None
         device, rate = training.device, checkpoint.learning_rate

@@ -5,62 +5,45 @@ query's loss.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-import torch
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, gauss_newton_rows, output_size, outputs_alike
-from psgrad.engine.execution.row_grams import inner_product_operations
+from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size, outputs_alike
 from psgrad.engine.gradients.projections.projection import key_of
 from psgrad.engine.influence.amounts import calibrated, is_affine
 from psgrad.engine.influence.at_output import AtOutput
-from psgrad.engine.influence.curvature.curvature_products import CurvatureProducts
-from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerRoots
-from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
+from psgrad.engine.influence.curvature.curvature_products import CurvatureKind
+from psgrad.engine.influence.curvature.operator import Curvature
+from psgrad.engine.influence.damping import Damping, default_damping
 from psgrad.engine.influence.damping_choice import with_chosen_damping
-from psgrad.engine.influence.inverses import ByKernel, ByMatrix, ByProducts, Solve
-from psgrad.engine.influence.leverage import TITLES, Corrected, Damping, InverseProblem, default_damping
+from psgrad.engine.influence.leverage import Corrected
 from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method
-from psgrad.engine.influence.solvers.conjugate_gradient import (
-    Diagonal,
-    Preconditioner,
-    conjugate_gradient,
-    nystroem,
-)
-from psgrad.engine.influence.solvers.solver_costs import LARGEST, Work, solved_products, tell_of_time
+from psgrad.engine.influence.solvers.choice import chosen_solver
+from psgrad.engine.influence.solvers.dense_solve import DenseSolve, has_inverse
+from psgrad.engine.influence.solvers.gram_solve import GramSolve
+from psgrad.engine.influence.solvers.iterative_solve import IterativeSolve, Limits
+from psgrad.engine.influence.solvers.solve import Solve
 from psgrad.errors import ConfigError, InfluenceError
 
-# Parameters up to which the curvature is materialised in any case: 288 MB, and seconds for its
-# factor.
-LARGEST_MATRIX = 6000
-# Values that are assumed where they are not known yet: the share of the mean eigenvalue that an absolute
-# damping, or a weight decay alone, has; and the number of queries.
-_UNKNOWN_RATIO, _QUERIES = 0.01, 100
+# The share of the mean eigenvalue that an absolute damping, or a weight decay alone, is assumed to have.
+_UNKNOWN_RATIO = 0.01
 
 DEFAULT = 1.0
 """The damping of networks, in mean eigenvalues, unless removals do not do what they are predicted to."""
-_SOLVERS = ("auto", "exact", "dual", "conjugate_gradient")
-_PRECONDITIONERS = ("auto", "none", "diagonal", "nystroem", "ekfac")
-# From this number of queries on, which share a Krylov space, a preconditioner of that rank costs more
-# products than it saves. Measured on digits.
-_MANY_QUERIES = 100
-_RANK, _ITERATIONS = 200, 200  # where the options don't say
+Solver = Literal["auto", "exact", "dual", "conjugate_gradient"]
+Change = Literal["auto", "gradient", "output"]
 _NOT_AFFINE = (
     "the model is not affine in its parameters, so that no training ends where a step of the curvature says"
 )
 _DAMPED = "a damping is added to the curvature, which makes scores smaller"
-_OTHER_CURVATURE = (
-    "the empirical Fisher is no curvature of the training loss, and is as much too small as the losses are"
-)
-_RANDOM_ROWS = "the curvature is a sum of random rows, which is right on average alone"
-# The residual of the solves by which conjugate gradients estimate the leverage.
-ROUGH = 1e-3
-# Solvers of sampled rows.
-_OF_FEW_ROWS = ("exact", "dual")
-# Products with single vectors by which conjugate gradients estimate the ends of the spectrum first.
-_BEFORE_SOLVING = 40
+_NO_AMOUNTS = {
+    "fisher": (
+        "the empirical Fisher is no curvature of the training loss, and is as much too small as the losses"
+        " are"
+    ),
+    "sampled": "the curvature is a sum of random rows, which is right on average alone",
+}
 
 
 @dataclass(frozen=True)
@@ -79,8 +62,8 @@ class Influence(Method):
             what they miss averages out over checkpoints, and does not at a single one.
         solver: 'exact' materialises C, 'dual' the inner products of its rows; 'conjugate_gradient'
             takes products with C alone. 'auto' takes exact up to 6,000 parameters, and beyond what is
-            predicted to be the least work that fits into memory (solvers/solver_costs.py). Of 'sampled' there
-            are exact and dual.
+            predicted to be the least work that fits into memory (solvers/choice.py). Of 'sampled' there are
+            exact and dual.
         damping: lam; None for `relative_damping` times the mean eigenvalue of C. Where neither is given, lam
             is zero for a convex problem (a model that is affine in its parameters, with a weight decay or a
             curvature that has an inverse), whose scores are then amounts; for all others one mean eigenvalue,
@@ -88,102 +71,80 @@ class Influence(Method):
             (damping_choice.py).
         weight_decay: of training, on the mean loss; it is part of the curvature, whatever the damping.
         leverage: whether scores are corrected for what a removal does to the curvature (leverage.py). For
-            gauss_newton, by exact, dual or conjugate_gradient, which estimates it. On networks it lowers the
-            agreement with retraining. None: where the damping is zero by default, for the Hessian, too, which
-            is the same matrix there.
+            gauss_newton, by exact or dual. On networks it lowers the agreement with retraining. None: where
+            the damping is zero by default, for the Hessian, too, which is the same matrix there.
         change: what a step does to the query: 'gradient' to first order, 'output' as the measurement of the
             output that the step leads to, to first order in the parameters (at_output.py). It brings
             out what a large change of a confident query is. 'auto': the latter where the damping is zero by
             default, and to first order for scores by layer.
         tolerance, iterations: of conjugate_gradient, the relative residual of each query and products at
-            most; None for 200.
-        preconditioner: of conjugate_gradient, 'none', 'diagonal', 'nystroem', 'ekfac' (blocks by Kronecker
-            factors), or 'auto', which is nystroem for less than a hundred queries.
-        rank: of the Nystroem preconditioner; None for 200.
-        draws: of the curvature 'sampled'.
-        seed: of what is drawn.
+            most.
+        draws, seed: of the curvature 'sampled'.
     """
 
     name = "influence"
 
-    curvature: Literal["gauss_newton", "hessian", "fisher", "sampled"] = "gauss_newton"
-    solver: Literal["auto", "exact", "dual", "conjugate_gradient"] = "auto"
+    curvature: CurvatureKind = "gauss_newton"
+    solver: Solver = "auto"
     damping: float | None = None
     relative_damping: float | None = None
     weight_decay: float = 0.0
     leverage: bool | None = None
-    change: Literal["auto", "gradient", "output"] = "auto"
+    change: Change = "auto"
     tolerance: float = 1e-6
-    iterations: int | None = None
-    preconditioner: Literal["auto", "none", "diagonal", "nystroem", "ekfac"] = "auto"
-    rank: int | None = None
+    iterations: int = 200
     draws: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("curvature", self.curvature, tuple(TITLES)),
-            ("solver", self.solver, _SOLVERS),
-            ("change", self.change, ("auto", "gradient", "output")),
-            ("preconditioner", self.preconditioner, _PRECONDITIONERS),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"influence: {name} is {value!r}; expected one of {', '.join(allowed)}")
+        for name, kind in (("curvature", CurvatureKind), ("solver", Solver), ("change", Change)):
+            if getattr(self, name) not in get_args(kind):
+                allowed = ", ".join(get_args(kind))
+                raise ConfigError(f"influence: {name} is {getattr(self, name)!r}; expected one of {allowed}")
         if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
             raise ConfigError(
                 f"influence: weight_decay is {self.weight_decay}; expected that of training, not negative"
             )
-        if not self.tolerance > 0 or any(
-            given is not None and given < 1 for given in (self.rank, self.iterations)
-        ):
+        if not self.tolerance > 0 or self.iterations < 1:
             raise ConfigError(
-                f"influence: tolerance {self.tolerance}, iterations {self.iterations}, rank {self.rank};"
-                " expected all of them above zero",
+                f"influence: tolerance {self.tolerance}, iterations {self.iterations}; expected both above 0"
             )
-        if not 0 <= self.seed < 1 << 63:
-            raise ConfigError(f"influence: seed is {self.seed}; expected a whole number from 0 to 2^63 - 1")
         self._damping(convex=False)
-        if self.draws < 1:
+        if self.draws < 1 or not 0 <= self.seed < 1 << 63:
             raise ConfigError(
-                f"influence: draws is {self.draws}; expected at least one random row for each training"
-                " example",
-            )
-        if self.curvature == "sampled" and self.solver not in ("auto", *_OF_FEW_ROWS):
-            raise ConfigError(
-                f"influence: the {self.solver} solver has no sampled rows; expected solver: exact or dual"
-                " with curvature: sampled",
+                f"influence: draws is {self.draws}, seed {self.seed}; expected at least one draw, and a seed"
+                " from 0 to 2^63 - 1"
             )
         if self.curvature in ("fisher", "sampled"):  # as much too small as the losses are, or random
             object.__setattr__(self, "unit", RELATIVE)
             object.__setattr__(self, "predicts_removal", False)
+        if self.curvature == "sampled" and self.solver == "conjugate_gradient":
+            raise ConfigError(
+                "influence: the conjugate_gradient solver has no sampled rows",
+                hint="set solver: exact or dual, or another curvature",
+            )
         if self.curvature == "hessian" and self.solver == "dual":
             raise ConfigError(
-                "influence: the dual solver has no Hessian; expected curvature: gauss_newton or fisher,"
-                " which are sums over rows",
+                "influence: the dual solver has no Hessian, which is no sum over rows",
                 hint="set solver: exact or conjugate_gradient, or another curvature",
             )
-        if self.leverage and self.curvature != "gauss_newton":
+        if self.leverage and (self.curvature != "gauss_newton" or self.solver == "conjugate_gradient"):
             raise ConfigError(
                 "influence: the leverage correction takes an example out of the Gauss-Newton matrix, and"
-                f" curvature is {self.curvature}",
-                hint="set curvature: gauss_newton, or leverage: false",
+                f" curvature is {self.curvature}, solver {self.solver}",
+                hint="set curvature: gauss_newton and solver: exact or dual, or leverage: false",
             )
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
-        affine = is_affine(training)
-        convex = (
-            affine and self.curvature != "sampled" and self.damping is None and self.relative_damping is None
-        )
-        why_not = self._why_no_amounts(affine)
-        amounts = why_not is None
-        damping = self._damping(convex)
-        solver, why = self._choice(
-            training, checkpoint.queries, bool(self.leverage) or (convex and amounts), damping
-        )
-        if self.leverage and output_size(training) > LARGEST_OUTPUT:
+        affine, given = is_affine(training), self.damping is not None or self.relative_damping is not None
+        why_not = _NO_AMOUNTS.get(self.curvature, None if affine else _NOT_AFFINE)
+        convex, amounts = affine and self.curvature != "sampled" and not given, why_not is None
+        seed, damping = key_of(self.seed, f"checkpoint {checkpoint.number}"), self._damping(convex)
+        curvature = Curvature(training, self.curvature, self.draws, seed)
+        if self.leverage and (size := output_size(training)) > LARGEST_OUTPUT:
             raise InfluenceError(
-                f"the leverage correction takes the output's {output_size(training)} numbers one by one;"
-                f" expected an output of at most {LARGEST_OUTPUT} numbers",
+                f"the leverage correction takes the output's {size} numbers one by one; expected at most"
+                f" {LARGEST_OUTPUT}",
                 hint="set leverage: false",
             )
         if self.curvature == "sampled" and checkpoint.of == 1:
@@ -191,58 +152,52 @@ class Influence(Method):
                 "curvature: sampled has few random rows, whose errors average out over several checkpoints,"
                 " and this is one; curvature: gauss_newton has all rows"
             )
-        problem = InverseProblem(
-            training,
-            self.curvature,
-            self.weight_decay,
-            damping,
-            bool(self.leverage),
-            checkpoint.say,
-            self.draws,
-            key_of(self.seed, f"checkpoint {checkpoint.number}"),
-        )
-        fitted: ByMatrix | ByKernel | ByProducts
+        solver: str = self.solver
+        why = "the options name it"
+        if solver == "auto":
+            ratio = damping.relative if damping.absolute is None and damping.relative > 0 else _UNKNOWN_RATIO
+            correct = bool(self.leverage) or (convex and amounts)
+            solver, why = chosen_solver(curvature, checkpoint.queries, ratio, correct)
+        fitted: Solve
         if solver == "exact":
-            fitted = ByMatrix.fit(problem)
-            if convex and amounts and not self.weight_decay:
-                fitted = fitted.undamped() or fitted
+            matrix = curvature.matrix()
+            if convex and amounts and not self.weight_decay and has_inverse(matrix, training):
+                damping = Damping(0.0)
+            fitted = DenseSolve(curvature, self.weight_decay, damping, matrix, say=checkpoint.say)
         elif solver == "dual":
-            fitted = ByKernel.fit(problem)
+            fitted = GramSolve(curvature, self.weight_decay, damping)
         else:
-            rough = replace(self, tolerance=max(self.tolerance, ROUGH))
-            fitted = ByProducts.fit(
-                problem,
-                self._solve(training, checkpoint),
-                rough._solve(training, checkpoint),
-                self.seed,
-            )
+            limits = Limits(self.tolerance, self.iterations, checkpoint.say)
+            fitted = IterativeSolve(curvature, self.weight_decay, damping, limits)
         # Other solvers keep the default, as another damping takes a solve a vector, or a larger factor.
         # So do several checkpoints: their truth is the end of the run, of which steps at one say little.
-        if convex or checkpoint.of > 1 or self.damping is not None or self.relative_damping is not None:
-            pass
-        elif isinstance(fitted, ByMatrix):
-            fitted = with_chosen_damping(fitted, DEFAULT, self.weight_decay)
-        else:
-            fitted.facts["damping_because"] = f"the default, which solver: {solver} does not change"
-        undamped = amounts and fitted.facts["damping"] == 0
+        if not (convex or checkpoint.of > 1 or given):
+            if isinstance(fitted, DenseSolve):
+                fitted = with_chosen_damping(fitted, DEFAULT)
+            else:
+                fitted.facts["damping_because"] = f"the default, which solver: {solver} does not change"
+        fitted.facts |= {"solver": solver, "solver_because": why}
+        return self._corrected(fitted, convex, why_not, checkpoint)
+
+    def _corrected(self, fitted: Solve, convex: bool, why_not: str | None, checkpoint: Checkpoint) -> Fitted:
+        """The fit with the corrections that it gets, and whether its scores are amounts. why_not: why they
+        can't be, with any damping.
+        """
+        training, undamped = fitted.training, why_not is None and fitted.damping == 0
+        if self.leverage and not fitted.has_leverage:
+            raise InfluenceError(
+                "the leverage correction needs training gradients that are combinations of the curvature's"
+                " rows, and here they are not",
+                hint="set leverage: false, or solver: exact",
+            )
         # both corrections need the output row by row
         by_default = (
             convex and undamped and output_size(training) <= LARGEST_OUTPUT and outputs_alike(training)
         )
-        corrected = self.leverage
-        if corrected is None:
-            corrected = by_default and fitted.has_leverage()
+        leverage = by_default and fitted.has_leverage if self.leverage is None else self.leverage
         by_output = self.change == "output" or (self.change == "auto" and by_default)
-        fitted.problem = replace(fitted.problem, leverage=corrected)
-        change = "output" if by_output else "gradient"
-        fitted.facts = {
-            "solver": solver,
-            "solver_because": why,
-            **fitted.facts,
-            "leverage": corrected,
-            "change": change,
-        }
-        whole = Corrected(fitted, automatic=self.leverage is None) if corrected else fitted
+        fitted.facts |= {"leverage": leverage, "change": "output" if by_output else "gradient"}
+        whole = Corrected(fitted, checkpoint.say) if leverage else fitted
         result = (
             calibrated(whole, self.weight_decay, checkpoint.say) if undamped else (False, why_not or _DAMPED)
         )
@@ -255,105 +210,3 @@ class Influence(Method):
         return default_damping(
             self.damping, self.relative_damping, DEFAULT, convex=convex, weight_decay=self.weight_decay
         )
-
-    def _why_no_amounts(self, affine: bool) -> str | None:
-        """Why scores are not amounts, with any damping; None if they may be."""
-        if self.curvature == "fisher":
-            return _OTHER_CURVATURE
-        if self.curvature == "sampled":
-            return _RANDOM_ROWS
-        return None if affine else _NOT_AFFINE
-
-    def _choice(
-        self, training: Examples, queries: int | None, correct: bool, damping: Damping
-    ) -> tuple[str, str]:
-        """The solver, and why. correct: whether scores are to be corrected for leverage, which not all
-        solvers can.
-        """
-        if self.solver != "auto":
-            return self.solver, "the options name it"
-        size, sampled = training.flat.size, self.curvature == "sampled"
-        rows = None if self.curvature == "hessian" else training
-        if sampled:
-            rows = fisher_rows(training, self.draws, self.seed)
-        elif self.curvature == "gauss_newton":
-            outputs = output_size(training)
-            if not outputs_alike(training):
-                return "conjugate_gradient", "outputs of rows that differ in length differ in size"
-            if outputs > LARGEST_OUTPUT:
-                return (
-                    "conjugate_gradient",
-                    f"an output of {outputs} numbers is too large for the other solvers",
-                )
-            rows = gauss_newton_rows(training)
-        if size <= LARGEST_MATRIX and not sampled:
-            return "exact", f"{size:,} parameters are at most {LARGEST_MATRIX:,}"
-        work = Work(
-            size,
-            len(training) if rows is None or not sampled else len(rows),
-            None if rows is None else len(rows),
-            0.0 if rows is None or len(rows) > LARGEST else inner_product_operations(rows),
-            _QUERIES if queries is None else queries,
-            damping.relative if damping.absolute is None and damping.relative > 0 else _UNKNOWN_RATIO,
-            training.free_bytes(),
-            products=not sampled,
-        )
-        if work.operations():
-            return work.least(correct)
-        raise InfluenceError(
-            f"{work.rows:,} sampled rows of {size:,} parameters have no solver here: a square matrix of"
-            f" the one or of the other is too large; expected at most {LARGEST:,} of either, and memory"
-            " for three matrices of that size",
-            hint="take fewer draws, or influence.method.name: ekfac",
-        )
-
-    # -- conjugate gradients ---------------------------------------------------------------------------------
-
-    def _solve(self, training: Examples, checkpoint: Checkpoint) -> Solve:
-        """The solver that takes products."""
-
-        def solve(
-            products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool
-        ) -> tuple[torch.Tensor, dict[str, Any]]:
-            if spectrum:
-                solved = solved_products(len(rhs))
-                tell_of_time(products, rhs, _BEFORE_SOLVING, solved, training, checkpoint.say)
-            return conjugate_gradient(
-                products.damped(damping),
-                rhs,
-                tolerance=self.tolerance,
-                iterations=_ITERATIONS if self.iterations is None else self.iterations,
-                preconditioner=self._preconditioner(products, damping, rhs, training),
-                room=training.free_bytes,
-                spectrum=spectrum,
-                say=checkpoint.say,
-            )
-
-        return solve
-
-    def _preconditioner(
-        self, products: CurvatureProducts, damping: float, rhs: torch.Tensor, training: Examples
-    ) -> Preconditioner | None:
-        if self.preconditioner == "ekfac":
-            # of a large output the gradients themselves: they resemble the curvature, which is enough here
-            by_gradients = self.curvature == "fisher" or output_size(training) > LARGEST_OUTPUT
-            rows = training if by_gradients else fisher_rows(training, None, self.seed)
-            blocks = fit_blocks(rows, len(training))
-            return KroneckerRoots(training.flat, blocks, damping + self.weight_decay)
-        # a Hessian need not be positive, as a Nystroem factor must be
-        few = len(rhs) < _MANY_QUERIES and self.curvature != "hessian"
-        if self.preconditioner == "nystroem" or (self.preconditioner == "auto" and few):
-            rank = min(_RANK, rhs.shape[1]) if self.rank is None else self.rank
-            return nystroem(
-                products.apply, rhs.shape[1], damping, rank=rank, seed=self.seed, device=rhs.device
-            )
-        if self.preconditioner == "diagonal":
-            diagonal = products.diagonal()
-            if diagonal is None:
-                raise InfluenceError(
-                    f"the diagonal of the {TITLES[self.curvature]} can't be computed here: products come from"
-                    f" {products.how}",
-                    hint="set preconditioner: nystroem",
-                )
-            return Diagonal((diagonal + damping).to(rhs))
-        return None

@@ -70,8 +70,7 @@ class TRAK(Projected):
 
     Args:
         dimension: columns of the projection. Where there are no more parameters, nothing is projected.
-        projection: 'sparse', 'rademacher', 'gaussian', 'two-sided' (`dimension` columns for each parameter)
-            or 'none'.
+        projection: 'sparse', 'two-sided' (`dimension` columns for each parameter) or 'none'.
         seed: of the projection; each checkpoint has its own.
         damping: lam, in units of F'F / n; None for `relative_damping` times its mean eigenvalue.
     """

@@ -5,9 +5,8 @@ training example's weight in the whole run. The passes over the run, forward and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from psgrad.engine.influence.evaluation.jobs import LoadedRows
 from psgrad.engine.influence.evaluation.metrics import random_subsets, subset_sums
 from psgrad.engine.influence.evaluation.statistics import spearman
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, ScoreBlock, SelfBlock
-from psgrad.engine.influence.solvers.spectrum import TOLD_SECONDS, duration_words
 from psgrad.engine.influence.training_run import TrainingRun
 from psgrad.engine.transforms import vmap
 from psgrad.errors import ConfigError, InfluenceError
@@ -46,14 +44,9 @@ class Replay(Method):
     Options:
         subsets: how many random subsets of each size (1, 5 and 20 % of the examples) are left out for real;
             0 for none, so that nothing is said about how far scores can be trusted.
-        runs: 1 for the run itself. More for that many other runs on random halves of the examples, where each
-            two runs have all examples: scores are the mean over the runs that an example is in. That predicts
-            what a removal does to a model that is trained so, where one run is chaotic, in place of what it
-            does to this run, and takes as many times as long.
     """
 
     subsets: int = 20
-    runs: int = 1
 
     name = "replay"
 
@@ -61,20 +54,14 @@ class Replay(Method):
         if self.subsets < 0 or self.subsets in (1, 2):
             raise ConfigError(
                 f"influence.method.subsets: {self.subsets} subsets have no rank correlation; expected 3 or"
-                " more, or 0 for no comparison",
-            )
-
-        if self.runs < 1:
-            raise ConfigError(
-                f"influence.method.runs: {self.runs} runs have no scores; expected 1 for the run itself,"
-                " or how many runs on random halves are averaged",
+                " more, or 0"
             )
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         if checkpoint.run is None:
             raise InfluenceError(
-                "replay has no training run to compute again; expected influence.training: the optimiser,"
-                " epochs, batches and seed of the run, or a step of your own",
+                "replay has no training run to compute again",
+                hint="describe it in influence.training: optimizer, epochs, batch_size, seed",
             )
         if len(training) != len(checkpoint.run.rows):
             raise InfluenceError(
@@ -92,11 +79,8 @@ class FittedReplay(Fitted):
 
     def __init__(self, run: TrainingRun, options: Replay, checkpoint: Checkpoint) -> None:
         self.run, self.options, self.checkpoint = run, options, checkpoint
-        self.facts = {
-            "steps": len(run.batches),
-            "training": run.facts,
-            "runs": options.runs,
-        }
+        training = {**asdict(run.recipe), "seed": run.seed}
+        self.facts = {"steps": len(run.batches), "training": training}
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         if per != "total":
@@ -104,58 +88,18 @@ class FittedReplay(Fitted):
                 "replay has no scores of single layers: an example's weight acts on all of them in each step",
                 hint="set influence.layers: none",
             )
-        if self.options.runs > 1:
-            scores = self._over_halves(queries)
-        else:
-            parts = _parts_of_queries(self.run, queries)
-            self._tell_of_time(self.run, parts)
-            scores = _scores(self.run, parts)
-            if self.options.subsets:
-                self._compare(scores.numpy(), queries)
+        scores = -torch.cat([self.run.weight_derivatives(part) for part in self._parts(queries)]).T.cpu()
+        if self.options.subsets:
+            self._compare(scores.numpy(), queries)
         yield ScoreBlock(0, len(scores), {"": scores})
 
-    def _over_halves(self, queries: Examples) -> torch.Tensor:
-        """[n, m]: the mean over runs on random halves, of those that an example is in."""
-        count = len(self.run.rows)
-        total, runs = torch.zeros(count, len(queries), dtype=torch.float64), torch.zeros(count, 1)
-        for number, rows in enumerate(halves(count, self.options.runs, self.run.seed)):
-            run = self.run.on(rows.to(self.run.device), self.run.seed + 1 + number)
-            objective = copy(queries.objective)
-            objective.params = run.final
-            parts = _parts_of_queries(run, replace(queries, objective=objective))
-            if number == 0:
-                self._tell_of_time(run, parts)
-            total[rows] += _scores(run, parts)
-            runs[rows] += 1
-        return total / runs
-
-    def _tell_of_time(self, run: TrainingRun, parts: Sequence[Vectors]) -> None:
-        """Say what scores are predicted to take, where that is long, by one step of each kind. parts: the
-        cotangents of queries that are pulled back together.
+    def _parts(self, queries: Examples) -> list[Vectors]:
+        """The gradients of the measurements of queries at the end of the run, name -> [k, *shape], in parts
+        that are pulled back at once, as the free memory allows.
         """
-        options, count = self.options, sum(len(next(iter(part.values()))) for part in parts)
-        backward = run.derivative_seconds(parts[0]) * len(parts) * options.runs
-        compared = 0.0
-        if options.subsets and options.runs == 1:
-            at_once = min(options.subsets, _models_at_once(run))
-            trainings = len(LEFT_OUT) * options.subsets / at_once
-            compared = run.retraining_seconds(at_once) * trainings
-        if backward + compared <= TOLD_SECONDS:
-            return
-        cheaper = ["fewer influence.queries take less"]
-        if options.runs > 1:
-            cheaper.append(f"each of the {options.runs:,} influence.method.runs takes as long")
-        if compared:
-            cheaper.append(f"influence.method.subsets: 0 saves {duration_words(compared)} of that")
-        if run.levels > 1 and run.disk is None:
-            cheaper.append(
-                "influence.training.states: disk keeps the states that do not fit into memory, and which are"
-                f" computed {run.levels} times so"
-            )
-        self.checkpoint.say(
-            f"replay goes back through {len(run.batches):,} steps for {count:,} queries, predicted to take"
-            f" {duration_words(backward + compared)}; {'; '.join(cheaper)}"
-        )
+        gradients = queries.materialise().to(self.run.device)
+        at_once = min(_AT_ONCE, _models_at_once(self.run))
+        return [queries.flat.split(part) for part in gradients.split(at_once)]
 
     def self_influence(self) -> Iterator[SelfBlock]:
         raise InfluenceError(
@@ -182,31 +126,6 @@ class FittedReplay(Fitted):
             f"replay: with {self.options.subsets} subsets of each size left out for real, all else the same,"
             f" the rank correlation of predicted and actual changes is {numbers}; {verdict}"
         )
-
-
-def halves(count: int, runs: int, seed: int) -> Iterator[torch.Tensor]:
-    """The row numbers of each of `runs` runs, in order: a random half of all, then the other half."""
-    random = np.random.default_rng([seed, 7])
-    for number in range(runs):
-        if number % 2 == 0:
-            order = torch.from_numpy(random.permutation(count))
-        yield (order[: count // 2] if number % 2 == 0 else order[count // 2 :]).sort().values
-
-
-def _parts_of_queries(run: TrainingRun, queries: Examples) -> list[Vectors]:
-    """The gradients of the measurements of queries at the end of the run, name -> [k, *shape], in parts that
-    are pulled back at once, as the free memory allows.
-    """
-    gradients = queries.materialise()
-    at_once = max(1, min(_AT_ONCE, free_memory(run.device) // _SHARE // (run.start.bytes * 2)))
-    return [queries.flat.split(part) for part in gradients.to(run.device).split(at_once)]
-
-
-def _scores(run: TrainingRun, parts: Sequence[Vectors]) -> torch.Tensor:
-    """[n, m]: minus the derivatives of the measurements of queries at the end of the run, by the weight of
-    each of its examples. parts: of the queries' gradients.
-    """
-    return -torch.cat([run.weight_derivatives(part) for part in parts]).T.cpu()
 
 
 @dataclass(frozen=True)

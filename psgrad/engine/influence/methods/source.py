@@ -103,11 +103,8 @@ def times_of(checkpoints: Sequence[Checkpoint]) -> list[float]:
         if checkpoint.learning_rate is None or checkpoint.step is None:
             raise InfluenceError(
                 f"source adds up the learning rates of all steps, and checkpoint {checkpoint.number} has"
-                f" no {missing}; expected a learning rate and a step for each checkpoint of one run",
-                hint=(
-                    "save the run with psgrad.RunCheckpoints(..., steps_per_epoch=...) and its optimizer, or"
-                    " name them: influence.checkpoints: [{path: ..., learning_rate: ..., step: ...}]"
-                ),
+                f" no {missing}",
+                hint="name them: influence.checkpoints: [{path: ..., learning_rate: ..., step: ...}]",
             )
         steps.append(checkpoint.step)
         rates.append(checkpoint.learning_rate)
@@ -115,11 +112,8 @@ def times_of(checkpoints: Sequence[Checkpoint]) -> list[float]:
         if after <= before:
             raise InfluenceError(
                 f"checkpoint {checkpoints[place].number} is of step {after}, and the one before it of step"
-                f" {before}; expected the checkpoints of one run, in the order of their steps",
-                hint=(
-                    "checkpoints of several runs, which source does not join; list the checkpoints of"
-                    " one run, in order"
-                ),
+                f" {before}",
+                hint="list the checkpoints of one run, in the order of their steps",
             )
         ends = rates[max(place - 1, 0)], rates[place]
         found.append((after - before) * sum(ends) / 2)

@@ -1,4 +1,4 @@
-"""Conjugate gradients for many right-hand sides in one shared Krylov space, and preconditioners, as roots of
+"""Conjugate gradients for many right-hand sides in one shared Krylov space, and a preconditioner, as roots of
 the matrix that a system is multiplied by from both sides.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,26 +23,6 @@ from psgrad.engine.influence.solvers.spectrum import (
 )
 
 
-class Preconditioner(Protocol):
-    """A matrix P that resembles the system's, of which roots can be multiplied with vectors."""
-
-    name: str
-
-    def root(self, block: torch.Tensor, power: float) -> torch.Tensor:
-        """[k, p]: P^power times each of k vectors [k, p], float64, power 1/2 or -1/2."""
-
-
-@dataclass(frozen=True)
-class Diagonal:
-    """P is diagonal, with these entries [p] > 0."""
-
-    entries: torch.Tensor
-    name = "diagonal"
-
-    def root(self, block: torch.Tensor, power: float) -> torch.Tensor:
-        return block * self.entries**power
-
-
 @dataclass(frozen=True)
 class Nystroem:
     """P is the matrix along its leading eigenvectors, about, and a constant across them.
@@ -54,9 +34,9 @@ class Nystroem:
     vectors: torch.Tensor
     values: torch.Tensor
     damping: float
-    name = "nystroem"
 
     def root(self, block: torch.Tensor, power: float) -> torch.Tensor:
+        """[k, p]: P^power times each of k vectors [k, p], float64, power 1/2 or -1/2."""
         least = self.values.amin() + self.damping
         scale = ((self.values + self.damping) / least) ** power - 1
         return block + ((block @ self.vectors.t()) * scale) @ self.vectors
@@ -112,7 +92,7 @@ def conjugate_gradient(
     *,
     tolerance: float = 1e-6,
     iterations: int = 200,
-    preconditioner: Preconditioner | None = None,
+    preconditioner: Nystroem | None = None,
     block: int | None = None,
     room: Callable[[], int] | None = None,
     spectrum: bool = True,
@@ -161,7 +141,7 @@ def conjugate_gradient(
         "relative_residual_median": float(residuals.median()),
         "converged": unconverged == 0,
         "unconverged": unconverged,
-        "preconditioner": preconditioner.name if preconditioner is not None else "none",
+        "preconditioner": "nystroem" if preconditioner is not None else "none",
     }
     if ritz is not None:
         facts |= {"ritz_min": float(ritz.values[0]), "ritz_max": float(ritz.values[-1])}
@@ -181,7 +161,7 @@ class _BlockSolver:
     apply: Apply
     tolerance: float
     most: int
-    preconditioner: Preconditioner | None
+    preconditioner: Nystroem | None
     iterations: int = 0
     products: int = 0
     residuals: list[torch.Tensor] = field(default_factory=list)

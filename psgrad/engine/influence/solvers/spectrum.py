@@ -10,19 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from psgrad.errors import InfluenceError, one_line
+from psgrad.errors import InfluenceError
 
 # The share of the largest eigenvalue below which the lowest one may be rounding.
 ROUNDING = 1e-9
 # The share of the largest eigenvalue that a damping adds so that an inverse keeps half its digits.
 _ENOUGH = 1e-8
-# Seconds that a solve may be predicted to take before a message says so.
-TOLD_SECONDS = 10.0
-
-
-def duration_words(seconds: float) -> str:
-    """A predicted time, rounded."""
-    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
 
 
 def assert_finite(rhs: torch.Tensor) -> None:
@@ -38,10 +31,7 @@ def assert_finite(rhs: torch.Tensor) -> None:
 def not_finite() -> InfluenceError:
     return InfluenceError(
         "products with the curvature are not finite",
-        hint=(
-            "a training example whose gradient is not finite, or numbers beyond the type's range; look"
-            " for such examples with `psgrad analyze`; engine.dtype: float64"
-        ),
+        hint="look for gradients that are not finite with `psgrad analyze`, or set engine.dtype: float64",
     )
 
 
@@ -56,14 +46,8 @@ def assert_invertible(smallest: float, largest: float, size: int) -> None:
     )
     raise InfluenceError(
         f"the damped curvature is singular: its smallest eigenvalue is {smallest:.3g} and its largest"
-        f" {largest:.3g}; expected a positive definite matrix, whose inverse scores are made with",
-        hint=(
-            one_line(
-                "directions in the parameters that no training example's output depends on, and hardly any"
-                " damping or weight decay",
-                enough,
-            )
-        ),
+        f" {largest:.3g}",
+        hint=enough,
     )
 
 
@@ -72,13 +56,8 @@ def negative_curvature(ritz: Ritz) -> InfluenceError:
     lowest, bound = float(ritz.values[0]), float(ritz.bounds[0])
     return InfluenceError(
         f"the damped curvature is not positive definite: its lowest eigenvalue is {lowest:.3g}, to within"
-        f" {bound:.1g}; expected eigenvalues above zero: the system has no minimum, and influence no"
-        " meaning, along directions of negative curvature",
-        hint=(
-            "the Hessian of a model that is not at a minimum of its loss, or of a loss that is not"
-            f" convex; raise the damping by {1.1 * (bound - lowest):.3g} or more, or use curvature:"
-            " gauss_newton"
-        ),
+        f" {bound:.1g}",
+        hint=f"raise the damping by {1.1 * (bound - lowest):.3g} or more, or set curvature: gauss_newton",
     )
 
 

@@ -37,14 +37,12 @@ class GradientProjection(Measure):
     Options:
         dimension: columns of the projection; 1 / sqrt(dimension) is the error of a cosine. If a gradient has
             no more numbers than that, nothing is projected.
-        kind: 'sparse' (a few instructions for each number), 'rademacher' or 'gaussian' (`dimension` products
-            for each number), or 'none',
-            all numbers of all parameters.
+        kind: 'sparse' (a few instructions for each number), or 'none', all numbers of all parameters.
         save: whether the rows are written to measures/projected_gradients.safetensors, [samples, dimension].
     """
 
     dimension: int = 256
-    kind: Literal["sparse", "rademacher", "gaussian", "none"] = "sparse"
+    kind: Literal["sparse", "none"] = "sparse"
     save: bool = False
 
     name: ClassVar[str] = COLUMN
@@ -52,12 +50,11 @@ class GradientProjection(Measure):
     formula: ClassVar[str] = "P g_i, with E[<P g_i, P g_j>] = <g_i, g_j>"
     unit: ClassVar[str] = "{loss} per unit of parameter"
     source: ClassVar[str] = (
-        "Achlioptas: Database-friendly random projections (2003), theorem 1.1; sparse: Kane, Nelson: Sparser"
+        "Charikar, Chen, Farach-Colton: Finding frequent items in data streams (2002); Kane, Nelson: Sparser"
         " Johnson-Lindenstrauss transforms (2014), section 3"
     )
     cost: ClassVar[str] = (
-        "one pass over the numbers of each gradient ('sparse'), or `dimension` products for each number; "
-        "4 bytes x samples x dimension of memory"
+        "one pass over the numbers of each gradient; 4 bytes x samples x dimension of memory"
     )
     needs_factors = True
 

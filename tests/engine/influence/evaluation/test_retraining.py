@@ -217,15 +217,6 @@ class Damped(Method):
         )
 
 
-class CheaplyDamped(GradientProducts):
-    def with_damping(
-        self, *, damping: float | None = None, relative: float | None = None
-    ) -> GradientProducts:
-        assert damping is None
-        assert relative is not None
-        return GradientProducts(self.training, 1 / relative)
-
-
 def test_evaluation_scores_over_all_checkpoints() -> None:
     models = [mlp(seed) for seed in (0, 1)]
     training = [examples(model, cross_entropy, INPUTS, LABELS, chunk_size=4) for model in models]
@@ -254,9 +245,6 @@ def test_evaluation_damping_sweep() -> None:
     )
     method, places = Damped(), [(training, Checkpoint())]
     plain = score_matrix(GradientDot(), [GradientProducts(training)], [queries])
-    changed, fitted = damped(method, [CheaplyDamped(training)], places, 0.25)
-    np.testing.assert_allclose(score_matrix(changed, fitted, [queries]), 4 * plain)
-    assert method.fits == []
     changed, fitted = damped(method, fitted_to(method, places), places, 0.5)
     np.testing.assert_allclose(score_matrix(changed, fitted, [queries]), 2 * plain)
     assert method.fits == [0.1, 0.5]

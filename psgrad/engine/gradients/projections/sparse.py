@@ -1,8 +1,6 @@
-"""Projections entry by entry: dense ones, whose matrix has no zeros and is made in blocks, and sparse ones,
-which add each entry of a gradient to a few columns or subtract it.
-
-They walk over a deferred gradient in slices: a few entries of all samples' gradients at a time, with their
-places in the parameter's row-major order.
+"""Sparse projections, which add each entry of a gradient to one column or subtract it; and the walk over a
+deferred gradient in slices: a few entries of all samples' gradients at a time, with their places in the
+parameter's row-major order.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ import torch.nn.functional as F
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.projections.projection import (
-    Kind,
-    MatrixEntries,
+    PER_WORD,
     Per,
     Projection,
     Sums,
@@ -35,7 +32,6 @@ from psgrad.engine.gradients.projections.projection import (
 )
 from psgrad.engine.gradients.terms import Slice as Slice
 from psgrad.engine.gradients.terms import Workspace
-from psgrad.errors import TransformArgumentError
 
 
 class ParameterIndices:
@@ -56,7 +52,7 @@ class ParameterIndices:
             run, count = window[axis], 1
             while left and (count < layout.inner[axis] or layout.atoms[left[0]] == 1):
                 atom = left.pop(0)
-                steps[atom] = behind * (run.step or 1) * count
+                steps[atom] = behind * count
                 count *= layout.atoms[atom]
             first += behind * run.start
             behind *= layout.shape[axis]
@@ -116,77 +112,6 @@ def _shifted(some: slice, by: int, count: int) -> slice:
     return slice(start + by, stop + by)
 
 
-# The most places of one product: longer float32 sums would lose digits.
-WIDEST = 16384
-
-
-@dataclass(frozen=True)
-class DenseProjection(Projection):
-    """k x parameters independent entries, divided by sqrt(k): the common part of `Rademacher` and `Gaussian`.
-
-    A slice of the samples' gradients is materialised for a block of places, the matrix' columns of these
-    places are computed from their counters (`entries`), and the two are multiplied: a call computes
-    parameters * k entries, for any number of samples, and takes samples * parameters * k products. The
-    samples of a call share the entries, so chunks should be large. Entries for rows of a table that no sample
-    looked up are not computed.
-    """
-
-    k: int
-    seed: int = 0
-    per: Per = "total"
-    matrices: ClassVar[Kind]
-
-    def __post_init__(self) -> None:
-        self._check(k=self.k)
-
-    @property
-    def width(self) -> int:
-        return self.k
-
-    @property
-    def scale(self) -> float:
-        return self.k**-0.5
-
-    def add(self, sums: Sums, name: str, gradient: DeferredGradient) -> None:
-        add_dense(sums, self.matrices, key_of(self.seed, self.kind, name), gradient, self.k)
-
-
-@dataclass(frozen=True)
-class Rademacher(DenseProjection):
-    """A dense projection with entries of -1 and 1, over sqrt(k) (Achlioptas, "Database-friendly random
-    projections", 2003).
-
-    Var <Px, Py> = (|x|^2 |y|^2 + <x, y>^2 - 2 sum_i x_i^2 y_i^2) / k.
-    """
-
-    kind: ClassVar[str] = "rademacher"
-    matrices: ClassVar[Kind] = "rademacher"
-
-
-@dataclass(frozen=True)
-class Gaussian(DenseProjection):
-    """A dense projection with normal entries, over sqrt(k).
-
-    Var <Px, Py> = (|x|^2 |y|^2 + <x, y>^2) / k. The entries are the normal distribution's quantiles at 2^16
-    equally likely places, scaled to a variance of exactly one: the same bits on every device, and none beyond
-    4.4. They cost several times as much as signs, whose estimates vary no more.
-    """
-
-    kind: ClassVar[str] = "gaussian"
-    matrices: ClassVar[Kind] = "gaussian"
-
-
-def add_dense(sums: Sums, kind: Kind, key: int, gradient: DeferredGradient, k: int) -> None:
-    """Add the gradients times a dense matrix of unscaled entries, [n, k]."""
-    limit = element_limit(sums.device, sums.dtype)
-    width = max(1, min(WIDEST, limit // k))
-    matrix = MatrixEntries(kind, key, k, sums.device)
-    for placed in gradient.terms:
-        for part in slices(placed, sums.dtype, limit, width):
-            for cut in part.cut(width):
-                sums.add_product(cut.samples, cut.values, matrix.at(cut.place_tensor()).to(sums.dtype))
-
-
 # Samples that are added up together: enough that they share the cost of the matrix, on a CPU few enough that
 # a slice stays in the caches.
 _SAMPLES = {"cpu": 64, "cuda": 1024}
@@ -199,37 +124,28 @@ _CACHED = 1 << 16
 
 @dataclass(frozen=True)
 class Sparse(Projection):
-    """`nonzeros` entries of -1 and 1 over sqrt(nonzeros) for each place in a parameter: a sparse
-    Johnson-Lindenstrauss map, and with one non-zero a count sketch (Charikar, Chen and Farach-Colton,
-    "Finding frequent items in data streams", 2002; Kane and Nelson, "Sparser Johnson-Lindenstrauss
-    transforms", 2014, section 3, the block construction).
+    """One entry of -1 or 1 for each place in a parameter: a count sketch (Charikar, Chen and Farach-Colton,
+    "Finding frequent items in data streams", 2002).
 
-    The k columns are `nonzeros` blocks of r = k / nonzeros columns, and each place is added to one column of
-    each block. Those papers draw a column for each place independently. Here the places of a parameter are
-    cut into segments of r, and each segment is added to the r columns in a random order, with independent
-    signs: column j gets place a * j + b mod r, with random a and b for each segment. Two places of different
-    segments are in one column with the same probability as in those papers (1 / r), two places of one segment
+    That paper draws a column for each place independently. Here the places of a parameter are cut into
+    segments of k, and each segment is added to the k columns in a random order, with independent signs:
+    column j gets place a * j + b mod k, with random a and b for each segment. Two places of different
+    segments are in one column with the same probability as in that paper (1 / k), two places of one segment
     never. So the estimate is unbiased, and its variance
 
         (|x|^2 |y|^2 + <x, y>^2 - sum over segments s of (|x_s|^2 |y_s|^2 + <x_s, y_s>^2)) / k
 
-    is at most that of independent columns or of dense signs. Whole segments are gathered, which takes a few
-    instructions for each entry.
+    is at most that of independent columns or of a matrix without zeros. Whole segments are gathered, which
+    takes a few instructions for each entry.
     """
 
     k: int
-    nonzeros: int = 1
     seed: int = 0
     per: Per = "total"
     kind: ClassVar[str] = "sparse"
 
     def __post_init__(self) -> None:
-        self._check(k=self.k, nonzeros=self.nonzeros)
-        if self.k % self.nonzeros:
-            raise TransformArgumentError(
-                f"Sparse: k={self.k} with nonzeros={self.nonzeros}; expected a multiple of nonzeros,"
-                " because each non-zero has its own block of columns",
-            )
+        self._check(k=self.k)
 
     @property
     def width(self) -> int:
@@ -237,63 +153,51 @@ class Sparse(Projection):
 
     @property
     def scale(self) -> float:
-        return self.nonzeros**-0.5
+        return 1.0
 
     def add(self, sums: Sums, name: str, gradient: DeferredGradient) -> None:
-        add_sparse(
-            sums, Orders(key_of(self.seed, self.kind, name), self.k // self.nonzeros, self.nonzeros), gradient
-        )
+        add_sparse(sums, Orders(key_of(self.seed, self.kind, name), self.k), gradient)
 
 
 @dataclass(frozen=True)
 class Orders:
-    """The columns of each segment of `size` places: `count` blocks of `size` columns, each in a random order.
+    """The columns of each segment of `size` places: all of them, in a random order.
 
-    A segment's words, in this order: for each block the factor of the order, then for each block its shift,
-    then for each block the signs of its columns, a bit each.
+    A segment's words, in this sequence: the factor of the order, its shift, the signs of the columns, a bit
+    each.
     """
 
     key: int
     size: int
-    count: int
 
     def gathered(self, segments: range, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each column and segment the place, counted from the first segment's first, and its sign: [count
-        * size, segments] both.
+        """For each column and segment the place, counted from the first segment's first, and its sign:
+        [size, segments] both.
         """
-        stream = streams(self.key, torch.arange(segments.start, segments.stop, device=device)).unsqueeze(1)
-        factors, shifts = (drawn.t().unsqueeze(1) for drawn in self._drawn(stream))  # [count, 1, segments]
-        columns = torch.arange(self.size, device=device).view(1, -1, 1)
+        stream = streams(self.key, torch.arange(segments.start, segments.stop, device=device))
+        factors, shifts = self._drawn(stream)
         places = (
-            (factors * columns)
+            (factors * torch.arange(self.size, device=device).unsqueeze(1))
             .add_(shifts)
             .remainder_(self.size)
             .add_(torch.arange(len(segments), device=device) * self.size)
         )
-        each = self._sign_words
-        some = words_at(stream, 2 * self.count + torch.arange(self.count * each, device=device))
-        drawn = signs(some).view(len(segments), self.count, each * 64)[:, :, : self.size].permute(1, 2, 0)
-        return places.flatten(0, 1), drawn.reshape(self.count * self.size, len(segments))
+        words = 2 + torch.arange(-(-self.size // PER_WORD), device=device)
+        return places, signs(words_at(stream.unsqueeze(1), words))[:, : self.size].t()
 
     def scattered(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each place its columns and its signs there: [*places, count] both."""
-        stream = streams(self.key, places // self.size).unsqueeze(-1)
+        """For each place its column and its sign there."""
+        stream = streams(self.key, places // self.size)
         factors, shifts = self._drawn(stream, inverse=True)
-        columns = ((places % self.size).unsqueeze(-1) - shifts).mul_(factors).remainder_(self.size)
-        block = torch.arange(self.count, device=places.device)
-        some = words_at(stream, 2 * self.count + block * self._sign_words + columns // 64)
-        return columns + block * self.size, sign_at(some, columns % 64)
-
-    @property
-    def _sign_words(self) -> int:
-        return -(-self.size // 64)
+        columns = (places % self.size - shifts).mul_(factors).remainder_(self.size)
+        return columns, sign_at(words_at(stream, 2 + columns // PER_WORD), columns % PER_WORD)
 
     def _drawn(self, stream: torch.Tensor, *, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factors (or their inverses) and shifts of streams [*, 1]: [*, count] both."""
-        block = torch.arange(self.count, device=stream.device)
+        """The factor (or its inverse) and the shift of each stream."""
+        zero = torch.zeros((), dtype=torch.int64, device=stream.device)
         units = _units(self.size, inverse, stream.device)
-        factors = units[below(words_at(stream, block), len(units))]
-        return factors, below(words_at(stream, self.count + block), self.size)
+        factors = units[below(words_at(stream, zero), len(units))]
+        return factors, below(words_at(stream, zero + 1), self.size)
 
 
 @cached(16)
@@ -328,8 +232,7 @@ def _add(sums: Sums, orders: Orders, part: Slice, factor: float, memory: Workspa
     if isinstance(part.places, torch.Tensor):
         columns, drawn = orders.scattered(part.places)
         contribution = torch.zeros(len(part.values), sums.columns, dtype=sums.dtype, device=sums.device)
-        for block in range(orders.count):
-            contribution.index_add_(1, columns[:, block], part.values * drawn[:, block])
+        contribution.index_add_(1, columns, part.values * drawn)
         sums.add(part.samples, contribution * factor)
         return
     segments = range(part.places.start // orders.size, -(-part.places.stop // orders.size))
@@ -340,7 +243,7 @@ def _add(sums: Sums, orders: Orders, part: Slice, factor: float, memory: Workspa
         values[:offset].zero_()
         values[offset : offset + len(part.places)] = part.values.t()
         values[offset + len(part.places) :].zero_()
-    gathered = _gathered_once if length * orders.count <= _CACHED else _gathered
+    gathered = _gathered_once if length <= _CACHED else _gathered
     places, drawn = gathered(orders, segments, sums.device, sums.dtype)
     sums_of_places = F.embedding_bag(places, values, mode="sum", per_sample_weights=drawn)
     sums.add(part.samples, sums_of_places.t() if factor == 1 else sums_of_places.t() * factor)
@@ -362,6 +265,4 @@ def _add_listed(
 ) -> None:
     """Few elements of each sample, as of the rows of a table: places and values [m, q], one by one."""
     columns, drawn = orders.scattered(places)
-    sums.part()[samples].scatter_add_(
-        1, columns.flatten(1), (values.unsqueeze(-1) * drawn).flatten(1) * factor
-    )
+    sums.part()[samples].scatter_add_(1, columns, values * drawn * factor)
