@@ -17,15 +17,15 @@ from psgrad.commands.private_resume import private_hashes
 from psgrad.commands.private_setup import (
     PrivateSetup,
     noise_multiplier,
-    planned_events,
     require_privacy,
     set_up_privately,
+    step_event,
     unit_in_words,
 )
 from psgrad.commands.run_manifest import describe_run, running_manifest
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
-from psgrad.engine.privacy.accounting import MECHANISM, part_of, tightest_epsilon
+from psgrad.engine.privacy.accounting import MECHANISM, tightest_epsilon
 from psgrad.engine.privacy.audit import AuditedRun, Canaries, judge, play
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
@@ -115,7 +115,7 @@ def dp_audit(
                 tell=lambda done: progress(Progress(done, taken, "audit", unit="step")),
             )
         with clock("bounds"):
-            events = part_of(planned_events(privacy, multiplier), 0, taken)
+            events = [(step_event(privacy, multiplier), taken)]
             accounted = tightest_epsilon(events, privacy.delta)
             verdict = judge(played, events, privacy.delta, confidence)
         with clock("neighbours"):

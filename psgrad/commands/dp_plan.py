@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from psgrad.commands.private_setup import (
     clipping_without_model,
     noise_multiplier,
-    planned_events,
     require_privacy,
     sampling_of,
+    step_event,
     unit_in_words,
 )
 from psgrad.config import Config, PrivacyConfig
@@ -49,7 +49,8 @@ def dp_plan(config: Config, multipliers: Sequence[float] | None = None) -> DPPla
         else [0.5, 1.0, 2.0]
     )
     rows = [noise_plan(privacy, each, configured=each == own) for each in sorted({own, *compared})]
-    events = planned_events(privacy, own)
+    event = step_event(privacy, own)
+    events = [(event, privacy.steps)]
     why_not = {
         "epsilon_rdp": epsilon_rdp(events, privacy.delta).why_not,
         "epsilon_pld": epsilon_pld(events, privacy.delta).why_not,
@@ -70,20 +71,21 @@ def dp_plan(config: Config, multipliers: Sequence[float] | None = None) -> DPPla
         "why_not": {key: reason for key, reason in why_not.items() if reason is not None},
     }
     plot = config.output.with_name(f"{config.output.name}-plan.png")  # the run folder is for a run
-    result = DPPlanResult(rows, setting, curve_accountant(events), plot)
+    result = DPPlanResult(rows, setting, curve_accountant(event), plot)
     RunFolder(plot.parent).write_bytes(plot.name, epsilon_by_multiplier(result).png())
     return result
 
 
 def noise_plan(privacy: PrivacyConfig, multiplier: float, *, configured: bool) -> NoisePlan:
     """What the planned steps cost with this noise multiplier."""
-    events = planned_events(privacy, multiplier)
+    event = step_event(privacy, multiplier)
+    events = [(event, privacy.steps)]
     sensitivity = clipping_without_model(privacy).sensitivity(privacy.relation)
     return NoisePlan(
         noise_multiplier=multiplier,
         noise_std=Noise(multiplier).standard_deviation(sensitivity),
         epsilon_rdp=epsilon_rdp(events, privacy.delta).value,
         epsilon_pld=epsilon_pld(events, privacy.delta).value,
-        curve=epsilon_curve(events, privacy.delta),
+        curve=epsilon_curve(event, privacy.steps, privacy.delta),
         configured=configured,
     )

@@ -21,21 +21,20 @@ from psgrad.commands.private_resume import (
 )
 from psgrad.commands.private_setup import (
     noise_multiplier,
-    planned_events,
     require_privacy,
     set_up_privately,
+    step_event,
 )
 from psgrad.commands.private_statement import ledger_header
 from psgrad.commands.private_steps import PrivateRun
 from psgrad.commands.run_manifest import describe_run, running_manifest
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
-from psgrad.engine.privacy.accounting import part_of
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.refusals import require_tail
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining, make_optimizer
-from psgrad.errors import ConfigError, one_line
+from psgrad.errors import ConfigError
 from psgrad.reports.words import count
 from psgrad.run import Ledger, PrivateRunFolder
 from psgrad.run.ledger_lines import require_same_run
@@ -111,7 +110,7 @@ def dp_step(
         hashes = private_hashes(setup, uuid4().hex if before is None else before.header["run"])
         agree(setup, hashes, processes)
         budget = budget_of(setup, hashes["data"], hashes["run"])
-        ahead = part_of(planned_events(privacy, multiplier), taken, asked)
+        ahead = [(step_event(privacy, multiplier), asked)] if asked else []
         if before is not None:
             require_same_budget(before.header, budget)
         if budget is not None:
@@ -181,13 +180,9 @@ def require_honest_seed(privacy: PrivacyConfig, insecure_deterministic: bool) ->
     """Raises ConfigError for a seed without --insecure-deterministic."""
     if privacy.noise.seed is not None and not insecure_deterministic:
         raise ConfigError(
-            "privacy.noise.seed is set, and with a seed nothing is private: who knows it can draw the"
-            " noise again, and take it off; expected no seed: the noise comes from the operating system's"
-            " entropy",
-            hint=(
-                "remove privacy.noise.seed; or, for a test, add --insecure-deterministic, which is written"
-                " into all that comes out"
-            ),
+            "privacy.noise.seed is set, and with a seed nothing is private: who knows it can draw the noise"
+            " again, and take it off",
+            hint="remove privacy.noise.seed; or, for a test, add --insecure-deterministic",
         )
 
 
@@ -198,16 +193,8 @@ def require_steps_left(privacy: PrivacyConfig, taken: int, steps: int) -> None:
     left = privacy.steps - taken
     if steps > left:
         asked = f"{count(steps, 'step')} {'was' if steps == 1 else 'were'} asked for"
+        fewer = f", or take --steps {left}" if left > 0 else ""
         raise ConfigError(
-            one_line(
-                f"{asked}, and {max(left, 0)} of the {privacy.steps} planned ones are left",
-                "expected " + (f"at most {left} steps" if left > 0 else "a run with steps left"),
-            ),
-            hint=(
-                one_line(
-                    "the noise was chosen for the planned number of steps, and each one spends its part",
-                    "plan more steps (privacy.steps) for a run of its own"
-                    + (f", or take --steps {left}" if left > 0 else ""),
-                )
-            ),
+            f"{asked}, and {max(left, 0)} of the {privacy.steps} planned ones are left",
+            hint=f"the noise is that of the planned steps: plan more for a run of its own{fewer}",
         )

@@ -51,19 +51,14 @@ def require_same_data(folder: PrivateRunFolder, now: Mapping[str, Any]) -> dict[
     then: dict[str, Any] = folder.private_manifest().get("hashes") or {}
     if then.get("run") != now["run"]:
         raise ConfigError(
-            f"the private folder in {folder.path} belongs to another run than the ledger; expected the one"
-            f" of the run {now['run']}",
-            hint="a part of the folder was put back from a copy; put the whole folder of one run there",
+            f"the private folder in {folder.path} belongs to another run than the ledger",
+            hint="put the whole folder of one run there",
         )
     if (then.get("data"), then.get("columns")) != (now["data"], now["columns"]):
         raise ConfigError(
-            f"the dataset is not the one that the run in {folder.path} began with; expected the same data:"
-            " what was spent was spent on them, and on other data other steps are a run of their own",
-            hint=(
-                "the file was changed, or what the dataset's code reads, or a name in data: path,"
-                " inputs, target, id or class_names; put the data back, or begin a run of its own with"
-                " another --output"
-            ),
+            f"the dataset is not the one that the run in {folder.path} began with: its content, or a name in"
+            " data (inputs, target, id, class_names), is another",
+            hint="put the data back, or begin a run of its own with another --output",
         )
     return then
 
@@ -105,20 +100,15 @@ def last_snapshot(folder: PrivateRunFolder, before: LedgerContent) -> Snapshot |
             data = folder.checkpoint.read_bytes()
         except OSError as error:
             raise CheckpointError(
-                f"{folder.checkpoint} can't be read: {error.strerror or error}; expected the checkpoint"
-                " that the run wrote",
+                f"{folder.checkpoint} can't be read: {error.strerror or error}",
                 hint="put the checkpoint back that belongs to this run",
             ) from error
         return Snapshot.from_bytes(data, str(folder.checkpoint))
     if not before.steps:
         return None
     raise CheckpointError(
-        f"{folder.checkpoint} is gone, and {len(before.steps)} steps were taken; expected the checkpoint"
-        " that the run wrote before its first step, or a later one",
-        hint=(
-            "put the file back, or begin a run of its own with another --output; the ledger says what this"
-            " one spent"
-        ),
+        f"{folder.checkpoint} is gone, and {len(before.steps)} steps were taken",
+        hint="put the file back, or begin a run of its own with another --output",
     )
 
 

@@ -16,7 +16,7 @@ from psgrad.commands.setup import Setup, setup_of
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.loading import to_device
 from psgrad.engine.execution.ranks import Processes
-from psgrad.engine.privacy.accounting import Events, StepEvent, noise_multiplier_for
+from psgrad.engine.privacy.accounting import StepEvent, noise_multiplier_for
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams
 from psgrad.engine.privacy.clipping import Clipping, Group
 from psgrad.engine.privacy.coins import Coins
@@ -270,9 +270,9 @@ def clipping_without_model(privacy: PrivacyConfig) -> Clipping:
     return Clipping.flat(["all"], wanted.norm)
 
 
-def planned_events(privacy: PrivacyConfig, multiplier: float) -> Events:
-    """All steps of the plan, as an accountant sees them, with this noise multiplier."""
-    return [(StepEvent(multiplier, sampling_of(privacy), privacy.relation), privacy.steps)]
+def step_event(privacy: PrivacyConfig, multiplier: float) -> StepEvent:
+    """What a step of the run costs with this noise multiplier."""
+    return StepEvent(multiplier, sampling_of(privacy), privacy.relation)
 
 
 def noise_multiplier(privacy: PrivacyConfig) -> float:
@@ -282,7 +282,9 @@ def noise_multiplier(privacy: PrivacyConfig) -> float:
         return noise.multiplier
     assert noise.target_epsilon is not None  # the config sees to it
     return noise_multiplier_for(
-        noise.target_epsilon, privacy.delta, lambda multiplier: planned_events(privacy, multiplier)
+        noise.target_epsilon,
+        privacy.delta,
+        lambda multiplier: [(step_event(privacy, multiplier), privacy.steps)],
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from psgrad import __version__
-from psgrad.commands.private_setup import PrivateSetup, planned_events, unit_in_words
+from psgrad.commands.private_setup import PrivateSetup, step_event, unit_in_words
 from psgrad.engine.privacy.accounting import MECHANISM, Epsilon, epsilon_pld, epsilon_rdp, event_of, merged
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.noise import Noise
@@ -78,10 +78,9 @@ def architecture_hash(model: nn.Module) -> str:
 def ledger_line(setup: PrivateSetup, multiplier: float, generator: Generator, step: int) -> dict[str, Any]:
     """The line of a step, counted from 1: all that epsilon can be computed from again, and what was done."""
     privacy = setup.privacy
-    ((event, _),) = planned_events(privacy, multiplier)
     return {
         "step": step,
-        **event.line(),
+        **step_event(privacy, multiplier).line(),
         "delta": privacy.delta,
         "unit": unit_in_words(privacy),
         **_noise_of(setup, multiplier),
@@ -109,7 +108,7 @@ def step_statement(
     """
     privacy, lines, noise = setup.privacy, ledger.steps, _noise_of(setup, multiplier)
     spent = tuple(merged((event_of(line), 1) for line in lines).items())
-    planned = planned_events(privacy, multiplier)
+    planned = [(step_event(privacy, multiplier), privacy.steps)]
     later = Epsilon(None, _LATER)
     rdp, pld = epsilon_rdp(spent, privacy.delta), epsilon_pld(spent, privacy.delta) if final else later
     planned_pld = epsilon_pld(planned, privacy.delta) if final else later

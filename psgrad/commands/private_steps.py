@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from psgrad.commands.private_individual import IndividualTable
-from psgrad.commands.private_setup import PrivateSetup, planned_events
+from psgrad.commands.private_setup import PrivateSetup
 from psgrad.commands.private_statement import ledger_line, step_statement
 from psgrad.engine.privacy.accounting import curve_accountant, epsilon_curve, epsilon_rdp
 from psgrad.engine.privacy.snapshot import Snapshot, published_tensors, tensors_of
@@ -155,15 +155,15 @@ class PrivateRun:
         if self.setup.run.config.model.adapter is not None:
             for name, content in adapter_files(self.setup.run.model, self._state()).items():
                 self.folder.write_public_bytes(f"{ADAPTER}/{name}", content)
-        planned = planned_events(self.setup.privacy, self._multiplier)
+        event, privacy = self.training.event(), self.setup.privacy
         result = DPStepResult(
             step=step,
             folder=self.folder.path,
-            curve=epsilon_curve(planned, self.setup.privacy.delta),
+            curve=epsilon_curve(event, privacy.steps, privacy.delta),
             steps=pd.DataFrame(self._rows, columns=list(STEP_COLUMNS)),
             norms=np.concatenate([*self._norms, np.empty(0)]),
             bound=self._bound,
-            curve_accountant=curve_accountant(planned),
+            curve_accountant=curve_accountant(event),
             notes=[
                 *notes,
                 *self._notes(),

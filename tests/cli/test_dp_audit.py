@@ -188,7 +188,11 @@ def test_a_run_in_the_output_folder_stays_as_it_is(private: Workplace) -> None:
     "change",
     [
         {"sampling": {"scheme": "fixed", "batch_size": 12}, "expected_batch_size": 12},
-        {"relation": "replace_one"},
+        {
+            "relation": "replace_one",
+            "sampling": {"scheme": "poisson", "sample_rate": 0.5},
+            "expected_batch_size": 12,
+        },
         {"clipping": {"norm": 0.7, "groups": "parameter"}},
         {"unit": {"column": "user"}},
     ],

@@ -434,8 +434,8 @@ def test_dp_resume_after_the_last_payment_names_the_noisy_sum_that_is_lost(
         private.succeeded()
     before = public_bytes(private) if steps > 1 else {}
 
-    def killed(self: PrivateRun, event: Any) -> None:
-        pay(self, event)
+    def killed(self: PrivateRun) -> None:
+        pay(self)
         raise Killed
 
     pay = PrivateRun.pay
@@ -484,7 +484,7 @@ def test_dp_resume_after_the_last_checkpoint_has_the_noisy_sum(
         ({"expected_batch_size": 11}, "expected_batch_size"),
         ({"delta": 0.001}, "delta"),
         ({"steps": 30}, "planned_steps"),
-        ({"records": "alone"}, "records was null and is"),
+        ({"records": "alone"}, 'records was "together" and is'),
     ],
 )
 def test_a_resume_under_other_terms_is_refused(
@@ -797,7 +797,7 @@ class Model(nn.Module):
     private.refused(
         3,
         "a forward pass changes scale",
-        "sets itself up from the data",
+        "what the data writes into them is published without noise",
     )
     assert not private.run_folder.exists()
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from psgrad.engine.privacy.records import Relation
-from psgrad.errors import ConfigError, one_line
+from psgrad.errors import ConfigError
 
 Rule = Literal["clip", "automatic"]
 
@@ -121,17 +121,15 @@ class Clipping:
             fitting = next((pattern for pattern in bounds if fnmatch.fnmatchcase(name, pattern)), None)
             if fitting is None:
                 raise ConfigError(
-                    f"no clipping group takes the parameter {name!r}; expected each parameter in one"
-                    f" group; the patterns are {list(bounds)}",
+                    f"no clipping group takes the parameter {name!r}; the patterns are {list(bounds)}",
                     hint="end the groups with the pattern '*'",
                 )
             members[fitting].append(name)
         for pattern, matched in members.items():
             if not matched:
                 raise ConfigError(
-                    f"the clipping group {pattern!r} has no parameter; expected a pattern that fits some"
-                    f" of {names[:8]}, and is not behind one that fits them all",
-                    hint="a misspelt name, or an order in which an earlier pattern takes all",
+                    f"the clipping group {pattern!r} has no parameter of {names[:8]}",
+                    hint="correct the name, or put the pattern before one that takes all",
                 )
         return cls(
             tuple(Group(pattern, tuple(matched), bounds[pattern]) for pattern, matched in members.items()),
@@ -159,15 +157,12 @@ class Clipping:
                 "in no group": square_norms.keys() - grouped,
                 "without gradient": grouped - square_norms.keys(),
             }
+            found = "; ".join(
+                f"{kind}: {', '.join(sorted(names)[:8])}" for kind, names in kinds.items() if names
+            )
             raise ConfigError(
-                one_line(
-                    "the clipping groups are not of the parameters that have gradients; "
-                    + "; ".join(
-                        f"{kind}: {', '.join(sorted(names)[:8])}" for kind, names in kinds.items() if names
-                    ),
-                    "expected every parameter that is trained in one group, and no other",
-                ),
-                hint="groups that were made for another model, or before some of its parameters were frozen",
+                f"the clipping groups are not of the parameters that have gradients; {found}",
+                hint="make the groups after parameters were frozen, of every parameter that is trained",
             )
         return self.group_sums(square_norms).sqrt_()
 

@@ -22,7 +22,7 @@ from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import Sampling
-from psgrad.errors import ConfigError, one_line
+from psgrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -183,12 +183,8 @@ def _require_no_others(optimizer: torch.optim.Optimizer, parameters: Mapping[str
     if others:
         raise ConfigError(
             f"the optimiser has {len(others)} trainable parameters that are not among those of the private"
-            " training; expected the same parameters in both: what else the optimiser changes, it changes"
-            " by gradients without noise",
-            hint=(
-                "an optimiser over all of a model's parameters, of which some are trained privately, or"
-                " over copies; make the optimiser of parameters.values(), after the others were frozen"
-            ),
+            " training: it would change them by gradients without noise",
+            hint="make the optimiser of parameters.values(), after the others were frozen",
         )
 
 
@@ -205,12 +201,10 @@ def make_optimizer(
         close = [other for other in names if other.lower() == name.lower()] or difflib.get_close_matches(
             name, names, n=1
         )
+        meant = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(
-            one_line(
-                f"privacy.optimizer: torch.optim has no optimiser {name!r}"
-                + (f"; did you mean {close[0]}?" if close else ""),
-                f"expected one of {', '.join(names)}",
-            ),
+            f"privacy.optimizer: torch.optim has no optimiser {name!r}{meant}; expected one of"
+            f" {', '.join(names)}"
         )
     trained = list(parameters)
     try:
@@ -221,9 +215,8 @@ def make_optimizer(
     except Exception as error:  # arguments are checked in as many ways as there are optimisers
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
-            f"privacy.optimizer: {name} does not take {dict(kwargs)}: {first_line}; expected the arguments"
-            f" of torch.optim.{name}, such as lr",
-            hint="correct privacy.optimizer.kwargs",
+            f"privacy.optimizer: {name} does not take {dict(kwargs)}: {first_line}",
+            hint=f"correct privacy.optimizer.kwargs: the arguments of torch.optim.{name}, such as lr",
         ) from error
     return optimizer
 

@@ -179,4 +179,4 @@ def test_clipping_groups_of_other_parameters_refused() -> None:
         ConfigError, match=r"in no group: encoder\.0\.bias; without gradient: frozen"
     ) as caught:
         weights_of(clipping, norms_of([1.0], [1.0]))
-    assert "every parameter that is trained in one group" in str(caught.value)
+    assert "of every parameter that is trained" in str(caught.value)

@@ -6,7 +6,6 @@ from psgrad.engine.privacy.accounting.composition import (
     curve_accountant,
     epsilon_curve,
     epsilon_pld,
-    part_of,
     tightest_epsilon,
 )
 from psgrad.engine.privacy.accounting.epsilon import Epsilon, epsilon_rdp
@@ -25,6 +24,5 @@ __all__ = [
     "event_of",
     "merged",
     "noise_multiplier_for",
-    "part_of",
     "tightest_epsilon",
 ]

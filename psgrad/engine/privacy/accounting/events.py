@@ -130,9 +130,7 @@ def event_of(line: Mapping[str, Any]) -> StepEvent:
     def field(name: str) -> Any:
         if name not in line:
             raise ConfigError(
-                f"a ledger line has no field {name!r}: {dict(line)}; expected noise_multiplier, scheme and"
-                " its numbers, relation, mechanism",
-                hint="a line that is no step's, or a ledger of another program",
+                f"a ledger line has no field {name!r}: {dict(line)}; is it of a step of psgrad?"
             )
         return line[name]
 
@@ -162,22 +160,13 @@ def merged(events: Iterable[tuple[StepEvent, int]]) -> dict[StepEvent, int]:
         except TypeError:
             number = -1
         if number < 0 or isinstance(steps, bool):
-            raise ConfigError(
-                f"the number of steps is {steps!r}; expected a whole number, at least 0",
-                hint=(
-                    "epochs divided by the sampling rate, which is rarely whole"
-                    if isinstance(steps, float)
-                    else None
-                ),
-            )
+            raise ConfigError(f"the number of steps is {steps!r}; expected a whole number, at least 0")
         if number:
             counts[event] = counts.get(event, 0) + number
     relations = list(dict.fromkeys(event.relation for event in counts))
     if len(relations) > 1:
         raise ConfigError(
-            f"the steps were taken under several relations: {', '.join(relations)}; expected one relation"
-            " for all steps of a run",
-            hint="lines of several runs",
+            f"the steps were taken under several relations: {', '.join(relations)}; expected one"
         )
     return counts
 

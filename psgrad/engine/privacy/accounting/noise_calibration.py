@@ -99,21 +99,14 @@ def _solved(
                 raise ConfigError(
                     f"an epsilon of {target:g} at delta {delta:g} is met without noise to speak of (a noise"
                     f" multiplier of {_LEAST:g})",
-                    hint=(
-                        "delta is above the probability that a record is drawn at all, or the target"
-                        " promises nothing; choose a delta below one over the number of records, and a"
-                        " smaller target"
-                    ),
+                    hint="choose a delta below one over the number of records, or a smaller target",
                 )
         elif high is None:
             multiplier *= min((epsilon / aim) ** slope, 4.0)
             if multiplier > _MOST:
                 raise ConfigError(
                     f"an epsilon of {target:g} at delta {delta:g} needs a noise multiplier above {_MOST:g}",
-                    hint=(
-                        "too many steps, a sampling rate too large, or a target next to 0; take fewer"
-                        " steps, draw fewer records a step, or allow a larger epsilon"
-                    ),
+                    hint="take fewer steps, draw fewer records a step, or allow a larger epsilon",
                 )
         elif high[0] <= low[0] * (1 + 10.0 ** (2 - _DIGITS)):
             return high[0], slope
