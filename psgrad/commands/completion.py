@@ -19,12 +19,13 @@ def completed_for_analyze(config: Config) -> Config:
     has none.
     """
     source = config.analyze.outliers.reference
-    if config.data.class_names is not None or source is None or source.stored is None:
+    if config.data.class_names is not None or source is None:
         return config
-    if source.baseline is not None:
-        stored = (read_baseline(config.base / source.baseline).reference or {}).get("measured_as", {})
+    path = config.base / source
+    if path.suffix == ".json":
+        stored = (read_baseline(path).reference or {}).get("measured_as", {})
     else:
-        stored = measured_as(finished_manifest(config.base / source.stored))
+        stored = measured_as(finished_manifest(path))
     return _with_names(config, stored.get(CLASSES))
 
 

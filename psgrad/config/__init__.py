@@ -7,7 +7,6 @@ from psgrad.config.analysis import DetectorConfig as DetectorConfig
 from psgrad.config.analysis import GateConfig as GateConfig
 from psgrad.config.analysis import MeasureConfig as MeasureConfig
 from psgrad.config.analysis import OutlierConfig as OutlierConfig
-from psgrad.config.analysis import ReferenceConfig as ReferenceConfig
 from psgrad.config.config import Config as Config
 from psgrad.config.config import EngineConfig as EngineConfig
 from psgrad.config.config import LossConfig as LossConfig
