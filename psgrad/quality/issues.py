@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from psgrad.run.results import has_classes
+
 Array = npt.NDArray[Any]
 
 RARE = 0.1  # a class is rare below this part of an equal share
@@ -22,12 +24,16 @@ WEAK = 0.75  # a group is weak whose mean confidence is below this part of that 
 NEAR = 0.05  # samples are near duplicates whose distance is below this part of the median nearest one
 NOT_IID = 0.01  # the p-value of an order that is not one of independent draws
 _NEIGHBOURS, _PERMUTATIONS, _FEWEST = 10, 199, 30
+_MOST = 50_000  # samples whose neighbours are searched
+_NEEDS = (
+    f"needs the measure projected_gradients, {_FEWEST} to {_MOST:,} samples, and no gradient that is zero"
+)
 
 
 @dataclass(frozen=True)
 class IssueTable:
     """samples: a row a sample, in the order of the run. summary: a row a type: `issue`, `found` samples with
-    it, `score` (of the dataset, low is bad, where there is one), `from` what it was made of, or what would
+    it, `score` (of the dataset, low is bad, where there is one), `made_of` what it was made of, or what would
     give it.
     """
 
@@ -47,15 +53,12 @@ class _Issue:
     of_dataset: float | None = None
 
 
-def issue_table(
-    samples: pd.DataFrame, projected: Array | None = None, groups: str | None = None
-) -> IssueTable:
+def issue_table(samples: pd.DataFrame, projected: Array | None = None) -> IssueTable:
     """The issues of a finished run.
 
     Args:
         samples: its table of samples.
         projected: [n, k], the projected gradients of the samples, where the run has them.
-        groups: the column whose values are groups; None for none.
     """
     issues = [
         _label(samples),
@@ -63,7 +66,7 @@ def issue_table(
         _near_duplicate(samples, projected),
         _non_iid(projected),
         _class_imbalance(samples),
-        _underperforming_group(samples, groups),
+        _underperforming_group(samples),
         _null(samples),
     ]
     columns: dict[str, Any] = {"id": samples["id"], "index": samples["index"]}
@@ -76,7 +79,7 @@ def issue_table(
             "issue": [issue.name for issue in issues],
             "found": [None if issue.flags is None else int(issue.flags.sum()) for issue in issues],
             "score": [issue.of_dataset for issue in issues],
-            "from": [issue.made_of for issue in issues],
+            "made_of": [issue.made_of for issue in issues],
         }
     ).astype({"found": "Int64", "score": "float64"})
     return IssueTable(pd.DataFrame(columns), summary)
@@ -87,8 +90,7 @@ def _label(samples: pd.DataFrame) -> _Issue:
     run has them: confident learning's rule (Northcutt et al. 2021) with a sample's own probability alone. It
     is an issue where the model prefers another class, and the label's probability is below its class's mean.
     """
-    classes = "target" in samples and "prediction" in samples and samples["prediction"].notna().any()
-    if not classes:
+    if not has_classes(samples):
         return _Issue("label", "needs a loss over classes")
     given, predicted = samples["target"], samples["prediction"]
     if "mean_confidence" in samples and "correctness" in samples:
@@ -120,9 +122,9 @@ def _near_duplicate(samples: pd.DataFrame, projected: Array | None) -> _Issue:
     median of these distances. Duplicates with different labels have unlike gradients, and are not found.
     """
     name = "near_duplicate"
-    points = None if projected is None else _directions(projected)
-    if points is None or len(points) < _FEWEST:
-        return _Issue(name, "needs the measure projected_gradients and 30 samples")
+    points = _directions(projected)
+    if points is None:
+        return _Issue(name, _NEEDS)
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
     from sklearn.neighbors import NearestNeighbors
@@ -144,9 +146,9 @@ def _non_iid(projected: Array | None) -> _Issue:
     """Whether samples that lie near each other in the dataset have like gradients: a permutation test of the
     mean distance in the order between a sample and its neighbours, exact for independent draws.
     """
-    points = None if projected is None else _directions(projected)
-    if points is None or len(points) < _FEWEST:
-        return _Issue("non_iid", "needs the measure projected_gradients and 30 samples")
+    points = _directions(projected)
+    if points is None:
+        return _Issue("non_iid", _NEEDS)
     from sklearn.neighbors import NearestNeighbors
 
     neighbours = NearestNeighbors(n_neighbors=min(_NEIGHBOURS, len(points) - 1) + 1).fit(points)
@@ -167,7 +169,7 @@ def _non_iid(projected: Array | None) -> _Issue:
 
 def _class_imbalance(samples: pd.DataFrame) -> _Issue:
     """Samples of classes with less than a tenth of an equal share; their score is it, that of others is 1."""
-    if "prediction" not in samples or samples["prediction"].isna().all():
+    if not has_classes(samples):
         return _Issue("class_imbalance", "needs a loss over classes")
     shares = samples["target"].map(samples["target"].value_counts(normalize=True))
     equal = 1 / max(samples["target"].nunique(), 1)
@@ -176,16 +178,16 @@ def _class_imbalance(samples: pd.DataFrame) -> _Issue:
     return _Issue("class_imbalance", "the labels", flags, _clipped(scores), None, float(shares.min() / equal))
 
 
-def _underperforming_group(samples: pd.DataFrame, groups: str | None) -> _Issue:
+def _underperforming_group(samples: pd.DataFrame) -> _Issue:
     """Samples of groups whose mean exp(-loss) is far below that of all; the score is the ratio."""
     name = "underperforming_group"
-    if groups is None or groups not in samples:
-        return _Issue(name, "needs analyze.group_by")
-    confidence = np.exp(-samples["loss"].clip(lower=0))
-    ratio = confidence.groupby(samples[groups]).transform("mean") / confidence.mean()
-    big = samples.groupby(groups)["id"].transform("size") >= _FEWEST
+    if "group" not in samples or samples["group"].nunique() < 2:
+        return _Issue(name, "needs analyze.outliers.group_by")
+    confidence, groups = np.exp(-samples["loss"].clip(lower=0)), samples["group"]
+    ratio = confidence.groupby(groups).transform("mean") / confidence.mean()
+    big = groups.map(groups.value_counts()).astype(float) >= _FEWEST
     flags = ((ratio < WEAK) & big).to_numpy(bool)
-    return _Issue(name, f"the groups of {groups}", flags, np.where(flags, _clipped(ratio), 1.0))
+    return _Issue(name, "the groups of the run", flags, np.where(flags, _clipped(ratio), 1.0))
 
 
 def _null(samples: pd.DataFrame) -> _Issue:
@@ -194,8 +196,12 @@ def _null(samples: pd.DataFrame) -> _Issue:
     return _Issue("null", "the status of samples", flags, np.where(flags, 0.0, 1.0))
 
 
-def _directions(projected: Array) -> Array | None:
-    """The gradients over their lengths; None where one is zero or not finite."""
+def _directions(projected: Array | None) -> Array | None:
+    """The gradients over their lengths; None where there are none, too few or too many, or one is zero or not
+    finite.
+    """
+    if projected is None or not _FEWEST <= len(projected) <= _MOST:
+        return None
     lengths = np.linalg.norm(projected, axis=1, keepdims=True)
     return projected / lengths if np.isfinite(lengths).all() and (lengths > 0).all() else None
 

@@ -21,6 +21,7 @@ def samples_of(probabilities: Any, given: Any, **further: Any) -> pd.DataFrame:
         "index": np.arange(n),
         "target": given,
         "prediction": probabilities.argmax(1),
+        "confidence": probabilities.max(1),
         "loss": -np.log(of_label),
         "grad_norm": norms,
         "p_value": np.nan,
@@ -63,7 +64,7 @@ def test_label_issues_come_from_the_checkpoints_where_a_run_has_them() -> None:
     }
     without = issue_table(samples_of(learnt, given))
     assert not without.samples["is_label_issue"].any()
-    assert "has seen its labels" in without.summary.set_index("issue").loc["label", "from"]
+    assert "has seen its labels" in without.summary.set_index("issue").loc["label", "made_of"]
     found = issue_table(samples_of(learnt, given, **history)).samples["is_label_issue"]
     assert found[wrong].mean() > 0.9
 
@@ -100,13 +101,13 @@ def test_rare_classes_weak_groups_and_values_that_are_not_finite() -> None:
     probabilities, given, _ = noisy(400)
     given = np.where(np.arange(400) < 3, 3, given % 3)
     groups = np.where(np.arange(400) % 4 == 0, "weak", "strong")
-    table = samples_of(probabilities, given, region=groups)
-    table.loc[table["region"] == "weak", "loss"] = 3.0
+    table = samples_of(probabilities, given, group=groups)
+    table.loc[table["group"] == "weak", "loss"] = 3.0
     table.loc[7, ["loss", "grad_norm", "status"]] = [np.nan, np.nan, "nonfinite"]
-    issues = issue_table(table, groups="region")
+    issues = issue_table(table)
     found = issues.samples
     assert found[found["is_class_imbalance_issue"]]["index"].tolist() == [0, 1, 2]
-    assert (found["is_underperforming_group_issue"] == (table["region"] == "weak")).all()
+    assert (found["is_underperforming_group_issue"] == (table["group"] == "weak")).all()
     assert found[found["is_null_issue"]]["index"].tolist() == [7]
     scores = found[[name for name in found if name.endswith("_score")]]
     assert scores.notna().all(axis=None)
@@ -114,10 +115,10 @@ def test_rare_classes_weak_groups_and_values_that_are_not_finite() -> None:
 
 
 def test_types_that_a_run_can_not_tell_are_named_in_the_summary() -> None:
-    table = samples_of(*noisy(40)[:2]).drop(columns=["prediction"])
+    table = samples_of(*noisy(40)[:2]).drop(columns=["confidence"])
     issues = issue_table(table)
     of = issues.summary.set_index("issue")
     for name in ("label", "near_duplicate", "non_iid", "class_imbalance", "underperforming_group"):
-        assert of.loc[name, "from"].startswith("needs ")
+        assert of.loc[name, "made_of"].startswith("needs ")
         assert pd.isna(of.loc[name, "found"])
         assert f"is_{name}_issue" not in issues.samples
