@@ -1,5 +1,5 @@
 """A folder whose config names code of its own for everything: a factory that loads its weights itself, a
-loss, a dataset, a measure, an augmentation, each with a module that it imports; and every change by which a
+loss, a dataset, a measure, each with a module that it imports; and every change by which a
 run becomes another one.
 """
 
@@ -112,7 +112,6 @@ class Twice(Measure):
         return {"twice": 2 * gradients.square_norms()}
 """
     ),
-    "augment.py": "import torch\n\n\ndef augment(inputs):\n    return inputs\n",
     "settings.json": '{"p": 0.0, "power": 1}',
 }
 

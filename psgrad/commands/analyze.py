@@ -37,12 +37,14 @@ from psgrad.config import Config
 from psgrad.data.previews import vocabulary_of
 from psgrad.engine.execution.ranks import OneProcess, Processes, spread_rows
 from psgrad.engine.measures.builtin.norms import GradientNorms
+from psgrad.engine.measures.builtin.projected_gradients import COLUMN as PROJECTED
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.errors import ConfigError, DistributedError
 from psgrad.quality.gates import share_of
+from psgrad.quality.issues import issue_table
 from psgrad.quality.judging import OutlierTable
 from psgrad.run import RunFolder
-from psgrad.run.finished import load_run
+from psgrad.run.finished import ISSUE_SUMMARY, ISSUES, load_run
 from psgrad.run.identity import digest
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.progress import read_ahead
@@ -114,13 +116,28 @@ def analyze(
             folder.finish_samples(judged.frame)
             folder.write_table("parameters.parquet", parameters)
             folder.write_measures(measures)
+            projected = measured.rows.get(PROJECTED)
+            issues = issue_table(judged.frame, None if projected is None else projected.double().numpy())
+            folder.write_table(ISSUES, issues.samples)
+            folder.write_table(ISSUE_SUMMARY, issues.summary)
         analysis.say_what_to_know(run)
         facts = run.add(**analysis.facts(measured, judged, run))
         verdict = check_samples(judged.frame, facts, folder, gate)
         inputs, words, special = analysis.shown(judged, measures)
         names = analysis.setup.config.data.class_names
         result = AnalyzeResult(
-            judged.frame, parameters, facts, folder.path, inputs, names, measures, verdict, words, special
+            judged.frame,
+            parameters,
+            facts,
+            folder.path,
+            inputs,
+            names,
+            measures,
+            verdict,
+            words,
+            special,
+            issues.samples,
+            issues.summary,
         )
         with run.clock("report"):
             folder.write_inputs(inputs, words, special)
@@ -197,7 +214,7 @@ class Analysis:
         measures = {
             each.name: result_of(each, measured.gathered[each.name], self.setup.criterion.unit)
             for each in self.every
-            if each.name
+            if each.name and each.is_shown
         }
         return parameter_table(self.norms, self.setup.objective.params), measures
 

@@ -125,7 +125,7 @@ def _stored_reference(run: Setup, measures: Sequence[Measure]) -> Reference | No
         found = reference_of(finished.samples, column, outliers.group_by, "run", source, rows)
     giving = _giving(measures, outliers.score)
     if outliers.score == _RELATIVE_COLUMN or any(
-        each.looks_twice or each.name == _RELATIVE for each in giving
+        each.needs_second_pass or each.name == _RELATIVE for each in giving
     ):
         caveats = (
             f"{outliers.score} of a sample depends on the other samples of its run: it is not quite the same"

@@ -260,7 +260,7 @@ def _solver(setup: InfluenceSetup, fitted: Fitted) -> Preconditioned:
     if solver is None or solver is not fitted:
         raise InfluenceError(
             f"influence.level: token: the scores of {setup.run.config.influence.method.name} with these"
-            " options are not a sum over tokens; expected ekfac, datainf, or influence with leverage:"
+            " options are not a sum over tokens; expected ekfac, or influence with leverage:"
             " false and change: gradient",
             hint="set influence.method: ekfac",
         )

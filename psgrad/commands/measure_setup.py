@@ -39,7 +39,7 @@ from psgrad.user_code import describe_failure
 RESERVED = frozenset({*SAMPLE_COLUMNS, "ok", "rows", "token_accuracy"})
 # The measure whose rows detectors judge.
 PROJECTED = "projected_gradients"
-_FLAGS = ("needs_factors", "looks_twice")
+_FLAGS = ("needs_factors", "needs_second_pass")
 _DESCRIBED = ("name", "title", "formula", "unit", "source", "cost", "meanings", "needs")
 
 
@@ -287,6 +287,7 @@ _OF_GROUPS = frozenset(
         "cosine_to_mean",
         "layer_norms",
         "loo_mean_change",
+        "mean_gradient",
         "neighbour_distance",
         "noise_scale",
         "projected_gradients",
@@ -312,11 +313,12 @@ def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
     """Raises MeasureError for measures that ask more than once for a gradient of a model that draws at
     random.
 
-    A second pass would see another gradient wherever the first was not kept in memory, and so depend on how
-    much memory is free; and checkpoints would differ by the draws.
+    A second pass would see another gradient, and checkpoints would differ by the draws.
     """
     twice = [
-        each.name for each in measures if each.looks_twice or each.name == "vog" or "moments" in each.needs
+        each.name
+        for each in measures
+        if each.needs_second_pass or each.name == "vog" or "moments" in each.needs
     ]
     if twice and draws_at_random(run.first_output, run.model):
         raise MeasureError(

@@ -199,14 +199,12 @@ def _make_plugins(config: Config, found: Validation) -> None:
 
 def _code_of(config: Config) -> dict[str, str]:
     """key -> module:callable, of the code that a config names besides factories and plugins."""
-    influence, privacy = config.influence, config.privacy
+    influence = config.influence
     named = {
         "loss": config.loss.name,
         "influence.measurement": influence.measurement.name,
         "influence.evaluate.train": influence.evaluate.train.function,
     }
-    if privacy is not None and privacy.augmentation is not None:
-        named["privacy.augmentation"] = privacy.augmentation.function
     return {where: spec for where, spec in named.items() if spec is not None and is_callable_spec(spec)}
 
 

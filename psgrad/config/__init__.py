@@ -27,12 +27,9 @@ from psgrad.config.influence_evaluation import TrainConfig as TrainConfig
 from psgrad.config.influence_evaluation import TrainingConfig as TrainingConfig
 from psgrad.config.influence_evaluation import TuningConfig as TuningConfig
 from psgrad.config.mechanism import RELATIONS as RELATIONS
-from psgrad.config.mechanism import AdaptiveConfig as AdaptiveConfig
-from psgrad.config.mechanism import AugmentationConfig as AugmentationConfig
 from psgrad.config.mechanism import ClippingConfig as ClippingConfig
 from psgrad.config.mechanism import NoiseConfig as NoiseConfig
 from psgrad.config.mechanism import SamplingConfig as SamplingConfig
-from psgrad.config.mechanism import ScheduleConfig as ScheduleConfig
 from psgrad.config.mechanism import UnitConfig as UnitConfig
 from psgrad.config.model import TASKS as TASKS
 from psgrad.config.model import ModelConfig as ModelConfig

@@ -192,11 +192,8 @@ def _built(config: ModelConfig, base: Path) -> nn.Module:
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ModelError(
-            f"the parameter {lazy[0]} has no shape yet ({len(lazy)} in all)",
-            hint=(
-                "a lazy layer takes its shape from the first batch, and the model has seen none; name"
-                " the sizes in the factory, or run one batch through the model there"
-            ),
+            f"the parameter {lazy[0]} of a lazy layer has no shape yet ({len(lazy)} in all)",
+            hint="name the sizes in the factory, or run one batch through the model there",
         )
     return model
 
@@ -218,7 +215,7 @@ def _require_usable_parameters(model: nn.Module, factory: str) -> None:
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ModelError(
-                f"the parameter {name} is on the meta device: it has a shape but no values",
+                f"the parameter {name} is on the meta device, without values",
                 hint="build the model on the CPU in the factory",
             )
         wide = parameter.is_floating_point() and parameter.dtype.itemsize > 1
@@ -242,13 +239,13 @@ def _require_independent_samples(model: nn.Module) -> None:
     more = f" (and {len(mixing) - 1} more)" if len(mixing) > 1 else ""
     if layer.training:
         raise ModelError(
-            f"the layer {name} ({type(layer).__name__}){more} is in train mode, where every sample's output"
-            " depends on its whole batch",
+            f"the layer {name} ({type(layer).__name__}){more} is in train mode: each output depends on the"
+            " whole batch",
             hint="set model.mode: eval, or replace the layer by nn.GroupNorm and train again",
         )
     raise ModelError(
-        f"the layer {name} ({type(layer).__name__}){more} keeps no running statistics, so even in eval mode "
-        "every sample's output depends on its whole batch",
+        f"the layer {name} ({type(layer).__name__}){more} keeps no running statistics: each output depends on"
+        " the whole batch",
         hint="build it with track_running_stats=True, or replace it by nn.GroupNorm and train again",
     )
 

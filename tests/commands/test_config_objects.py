@@ -86,10 +86,10 @@ def test_influence_and_dp_step_and_plan_of_objects(workplace: Workplace) -> None
     assert found.queries["measurement"].to_numpy() == pytest.approx(losses.numpy(), rel=1e-5)
     assert psgrad.plan(**objects).rows == ROWS
     privacy = {
-        "epochs": 1,
-        "batch_size": 12,
+        "steps": 2,
+        "expected_batch_size": 12,
         "delta": 0.01,
-        "sampling": {"scheme": "poisson", "dataset_size": ROWS},
+        "sampling": {"scheme": "poisson", "sample_rate": 12 / ROWS},
         "clipping": {"norm": 1.0},
         "noise": {"multiplier": 2.0},
         "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
