@@ -19,7 +19,7 @@ import torch
 
 from psgrad import __version__
 from psgrad.commands.setup import Setup
-from psgrad.data.sources.source import hashes_of_files
+from psgrad.data.sources.file_hashes import hashes_of_files
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.gradients.machine import device_name

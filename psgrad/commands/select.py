@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from psgrad.config import DataConfig
+from psgrad.data.sources.file_hashes import hashes_of_files
 from psgrad.data.sources.selection import (
     ROW_SUFFIXES,
     RowFilter,
@@ -24,7 +25,7 @@ from psgrad.data.sources.selection import (
     has_whole_rows,
     whole_rows,
 )
-from psgrad.data.sources.source import data_files, hashes_of_files
+from psgrad.data.sources.source import data_files
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError, one_line
 from psgrad.run.durable_files import write_atomically
 from psgrad.run.finished import finished_manifest, require_there

@@ -13,7 +13,7 @@ from psgrad.config.data import COMPRESSIONS, data_format
 from psgrad.data.columns import ColumnRoles
 from psgrad.errors import ConfigError, DataError
 from psgrad.plugins import SOURCES, configured
-from psgrad.run.input_files import require_file, sha256_of
+from psgrad.run.input_files import require_file
 
 
 class Source(ABC):
@@ -81,18 +81,3 @@ def data_files(config: DataConfig, base: Path) -> list[Path]:
         twice = next(path for place, path in enumerate(found) if path in found[:place])
         raise ConfigError(f"data.path names {twice} twice; expected each file once")
     return found
-
-
-def hashes_of_files(data: DataConfig, base: Path, allow_download: bool = False) -> list[str] | None:
-    """The hash of each file of a dataset, of a folder of images that of its listing; None where the dataset
-    is not in files. Of a dataset of the datasets library that of the columns that are named.
-    """
-    if data.dataset is not None:
-        from psgrad.data.sources.library_datasets import library_dataset, library_hashes
-
-        return library_hashes(data, library_dataset(data, base, allow_download))
-    if data.images is not None:
-        from psgrad.data.image_files import folder_rows
-
-        return [folder_rows(data, base).fingerprint]
-    return None if data.path is None else [sha256_of(path) for path in data_files(data, base)]
