@@ -182,7 +182,7 @@ def test_measures_signal_and_noise(dtype: torch.dtype, tolerance: float) -> None
     rows.model.to(dtype)
     result = measured(rows, lambda: [SignalToNoise(), NoiseScale(resamples=0)], 7).gathered
     table = result["signal_to_noise"].tables["parameters"]
-    for place, (name, columns) in enumerate(places(rows).items()):
+    for place, columns in enumerate(places(rows).values()):
         square_mean, noise = exact.noise(columns)
         assert table["signal"][place] == pytest.approx(square_mean, rel=tolerance, abs=tolerance * noise)
         assert table["noise"][place] == pytest.approx(noise, rel=tolerance)
