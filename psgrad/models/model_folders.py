@@ -45,7 +45,6 @@ _ENDS: Mapping[str, tuple[str, ...]] = {
     "masked-lm": ("ForMaskedLM",),
     "seq2seq-lm": ("ForConditionalGeneration", "ForSeq2SeqLM"),
     "image-classification": ("ForImageClassification",),
-    "multiple-choice": ("ForMultipleChoice",),
     "question-answering": ("ForQuestionAnswering",),
 }
 
