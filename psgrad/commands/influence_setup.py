@@ -7,7 +7,7 @@ The method of a config: found by its name, its options checked against what it t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from psgrad.commands.completion import completed_for_influence
 from psgrad.commands.influence_checkpoints import checkpoints_of, first_run, recomputed_run, run_at
@@ -40,6 +41,8 @@ from psgrad.plugins import METHODS, configured
 from psgrad.run.identity import digest, flattened
 from psgrad.run.progress import read_ahead
 from psgrad.run.results import Say
+from psgrad.run.results.influence import SIGN
+from psgrad.run.results.manifest import InfluenceFacts
 from psgrad.user_code import describe_failure
 
 
@@ -64,10 +67,8 @@ def errors_of_own_method(name: str) -> Iterator[None]:
         if not is_callable_spec(name):
             raise
         raise InfluenceError(
-            f"scoring by the method {name} raised {describe_failure(error)}; expected scores [rows,"
-            " queries] for all training examples, block by block in order, as"
-            " psgrad.engine.influence.method says",
-            hint="a mistake in the method; --debug shows the line",
+            f"scoring by the method {name} raised {describe_failure(error)}",
+            hint="psgrad.engine.influence.method says what a method returns; --debug shows the line",
         ) from error
 
 
@@ -107,14 +108,8 @@ class InfluenceSetup:
 
     @property
     def keeps_all_scores(self) -> bool:
-        """Whether all scores are kept in memory for questions about several rows at once: where the config
-        asks one, and for a summary by class where they are few.
-        """
-        wanted = self.run.config.influence
-        if wanted.index_search.approximate:
-            return False
-        asked = self.groups is not None or self.contrasts
-        return bool(asked) or len(self.asked_rows) * len(self.run.samples) <= _FEW_SCORES
+        """Whether all scores are kept in memory, for questions about several rows at once."""
+        return self.groups is not None or len(self.contrasts) > 0
 
     @property
     def processes(self) -> Processes:
@@ -145,10 +140,6 @@ class InfluenceSetup:
         return self.processes.agreed("time", lambda: [round(own * 1e6)])[0] / 1e6
 
 
-# Up to this number of scores, 32 MiB, are kept even where no question of the config needs them.
-_FEW_SCORES = 1 << 22
-
-
 def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
     """What a score is, for headers. fitted: the method at each checkpoint, once there is one."""
     calibrated = (
@@ -162,7 +153,7 @@ def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
 
 def is_on_one_scale(setup: InfluenceSetup) -> bool:
     """Whether each checkpoint's scores of a query are divided by their own scale before they are averaged."""
-    return is_relative(setup.method, len(setup.views), setup.run.config.influence.average)
+    return is_relative(setup.method, len(setup.views))
 
 
 _ONE_SCALE = (
@@ -174,6 +165,40 @@ _DIVIDED: dict[str, str] = {
     "self_influence": ", divided by the square root of the training example's influence on itself",
     "preconditioned_norm": ", divided by the norm of the training example's preconditioned gradient",
 }
+
+
+def described(setup: InfluenceSetup) -> InfluenceFacts:
+    """Facts about the scores for manifest.json, before there are any scores."""
+    wanted = setup.run.config.influence
+    return InfluenceFacts(
+        method=setup.method.name,
+        sign=SIGN,
+        unit=unit_of(setup),
+        predicts_removal=(
+            setup.method.predicts_removal and wanted.normalize == "none" and not is_on_one_scale(setup)
+        ),
+        measurement=setup.measurement.name,
+        normalize=wanted.normalize,
+        parameters=list(setup.views[0].training.params),
+        coverage=coverage(setup.run.model, setup.views[0].training.params),
+        checkpoints=[
+            {"path": view.path, "sha256": view.sha256, "learning_rate": view.checkpoint.learning_rate}
+            for view in setup.views
+        ],
+        queries={"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
+    )
+
+
+def coverage(model: nn.Module, covered: Collection[str]) -> dict[str, Any]:
+    """How many numbers the parameters of a model have, how many of these scores are about, and the names of
+    the parameters that are left out.
+    """
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return {
+        "parameters": sum(sizes.values()),
+        "covered": sum(size for name, size in sizes.items() if name in covered),
+        "left_out": [name for name in sizes if name not in covered],
+    }
 
 
 def set_up_influence(
@@ -196,10 +221,7 @@ def set_up_influence(
     training = None
     if config.influence.training is not None:
         if processes.size > 1:
-            raise ConfigError(
-                "replay computes one training run, step after step, and can't be shared by several processes",
-                hint="run it in one process",
-            )
+            raise ConfigError("replay is not computed by several processes", hint="run it in one process")
         run, training = recomputed_run(config, run, say)
     if isinstance(method, TracIn) and method.optimizer == "sgd":
         _warn_of_adam(config, say)

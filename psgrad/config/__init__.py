@@ -26,7 +26,6 @@ from psgrad.config.influence_evaluation import EvaluationKind as EvaluationKind
 from psgrad.config.influence_evaluation import MethodConfig as MethodConfig
 from psgrad.config.influence_evaluation import TrainConfig as TrainConfig
 from psgrad.config.influence_evaluation import TrainingConfig as TrainingConfig
-from psgrad.config.influence_evaluation import TuningConfig as TuningConfig
 from psgrad.config.mechanism import RELATIONS as RELATIONS
 from psgrad.config.mechanism import AdaptiveConfig as AdaptiveConfig
 from psgrad.config.mechanism import AugmentationConfig as AugmentationConfig

@@ -239,26 +239,6 @@ def test_source_reads_steps_and_learning_rates_and_warns_of_one_checkpoint(
     place.influence("--overwrite").refused(3, "checkpoint 0 has no step", "psgrad.RunCheckpoints")
 
 
-@pytest.mark.long
-def test_a_plain_mean_over_checkpoints_is_warned_of_and_keeps_its_unit(place: InfluenceWorkplace) -> None:
-    """With the share of the checkpoint of the largest scores."""
-    matrices = []
-    for name, seed in (("a.safetensors", 3), ("b.safetensors", 4)):
-        place.save_checkpoint(name, seed)
-    place.section["average"] = "plain"
-    for names in (["a.safetensors"], ["b.safetensors"], ["a.safetensors", "b.safetensors"]):
-        place.section["checkpoints"] = names
-        ran = place.influence("--matrix", "--overwrite")
-        assert ran.code == 0, ran.err
-        assert ("influence.average: plain" in ran.err) == (len(names) == 2)
-        matrices.append(load_file(place.folder / "out" / "matrix.safetensors")["scores"])
-    np.testing.assert_allclose(matrices[2], (matrices[0] + matrices[1]) / 2, rtol=1e-4, atol=1e-7)
-    sizes = [np.sqrt(np.mean(scores**2, axis=0)) for scores in matrices[:2]]
-    share = np.median(np.maximum(*sizes) / (sizes[0] + sizes[1]))
-    assert f"one checkpoint makes {share:.0%} of it or more" in ran.err
-    assert "per unit of learning rate" in place.manifest()["influence"]["unit"]
-
-
 # -- An index ------------------------------------------------------------------------------------------------
 
 
