@@ -43,7 +43,6 @@ from psgrad.engine.influence.evaluation.controls import controls
 from psgrad.engine.influence.evaluation.metrics import ceiling, lds, lds_mean
 from psgrad.engine.influence.evaluation.statistics import damped, has_damping, score_matrix
 from psgrad.engine.influence.method import Checkpoint, Method
-from psgrad.engine.influence.methods.datainf import DataInf
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot
 from psgrad.engine.influence.methods.influence import Influence
@@ -61,7 +60,6 @@ OURS: dict[str, tuple[Method, tuple[float, ...]]] = {
     "psgrad influence, fisher": (Influence(curvature="fisher", weight_decay=WEIGHT_DECAY), DAMPINGS),
     "psgrad ekfac": (EKFAC(weight_decay=WEIGHT_DECAY), DAMPINGS),
     "psgrad ekfac, one draw": (EKFAC(fisher="sampled", draws=1, weight_decay=WEIGHT_DECAY), DAMPINGS),
-    "psgrad datainf": (DataInf(weight_decay=WEIGHT_DECAY), DAMPINGS),
     "psgrad trak": (TRAK(), DAMPINGS),
     "psgrad gradient_dot": (GradientDot(), ()),
     "psgrad gradient_cosine": (GradientCosine(), ()),

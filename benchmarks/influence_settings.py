@@ -60,7 +60,6 @@ from psgrad.engine.influence.evaluation.controls import controls, own_controls
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
 from psgrad.engine.influence.evaluation.metrics import ceiling, lds, random_subsets, rows_of
 from psgrad.engine.influence.evaluation.retraining import EnsembleTrainer, measured
-from psgrad.engine.influence.methods.datainf import DataInf
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
 from psgrad.engine.influence.methods.influence import Influence
@@ -249,7 +248,6 @@ def of_gradients(decay: float) -> list[Row]:
     """Methods without a curvature, or with that of gradients."""
     return [
         Row("projected_influence, final model", ProjectedInfluence(), 1, "last"),
-        Row("datainf, final model", DataInf(weight_decay=decay), 1, "last"),
         Row("tracin, ten checkpoints", TracIn(), 1, "all"),
         Row("gradient_dot, final model", GradientDot(), 1, "last"),
         Row("gradient_cosine, final model", GradientCosine(), 1, "last"),

@@ -38,8 +38,9 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective, Summary
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.builtin.outputs import Predictions, summary_for
+from psgrad.engine.measures.mean_gradient import MeanGradient
 from psgrad.engine.measures.measure import Measure, Setting
-from psgrad.engine.measures.passes import SecondPass
+from psgrad.engine.measures.passes import second_pass
 from psgrad.errors import MeasureError
 from psgrad.plugins import MEASURES, own_classes
 from psgrad.ragged import Block
@@ -83,23 +84,21 @@ class Digits:
 
     def run(self, measures: Sequence[Measure]) -> None:
         """One whole run with these measures."""
-        every = [GradientNorms(), Predictions(summary_for("class")), *measures]
+        needed = [MeanGradient()] if any(MeanGradient.name in each.needs for each in measures) else []
+        every = [GradientNorms(), Predictions(summary_for("class")), *needed, *measures]
         setting = self.setting(partial(joined_summary, every))
         for measure in every:
             measure.prepare(setting)
         stream, count = setting.examples.stream, len(setting)
-        again = [measure for measure in every if measure.looks_twice]
-        second = SecondPass(again, stream)
-        rows = _joined(stream.run(count, [*every, second] if again else every, materialise=True))
-        chunk_size = stream.chunk_size
+        again = [measure for measure in every if measure.needs_second_pass]
+        rows = _joined(stream.run(count, every, materialise=True))
+        passes = [own for measure in every for own in measure.passes()]
         if again:
             for measure in again:
                 measure.between()
-            rows |= _joined(second.run(range(len(setting))))
-        stream.fix_chunk_size(chunk_size)
-        for measure in every:
-            for own in measure.passes():
-                rows |= _joined(own.run(range(len(setting)), chunk_size))
+            passes.insert(0, second_pass(again, setting.examples))
+        for own in passes:
+            rows |= _joined(own.run(range(len(setting)), stream.chunk_size))
         rows["ok"] = torch.isfinite(rows["loss"]) & torch.isfinite(rows["grad_norm"])
         for measure in measures:
             measure.gather(rows)
@@ -121,7 +120,9 @@ def kinds(problem: Digits, names: Sequence[str]) -> dict[str, list[str]]:
     for name in names:
         measure = own_classes(MEASURES)[name]()
         try:
-            measure.prepare(problem.setting(measure.summary))
+            setting = problem.setting(measure.summary)
+            MeanGradient().prepare(setting)
+            measure.prepare(setting)
             own = bool(measure.passes()) or name in AFTERWARDS
         except MeasureError:
             found["checkpoints"].append(name)

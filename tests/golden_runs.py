@@ -54,7 +54,7 @@ class Aligned(Measure):
     \"\"\"The inner product with the sum of all gradients, which takes a second pass.\"\"\"
 
     name = "aligned"
-    looks_twice = True
+    needs_second_pass = True
 
     def prepare(self, setting):
         self.total = {{name: torch.zeros_like(p) for name, p in setting.examples.params.items()}}

@@ -203,7 +203,7 @@ class Analysis:
         measures = {
             each.name: result_of(each, measured.gathered[each.name], self.setup.criterion.unit)
             for each in self.every
-            if each.name
+            if each.name and each.is_shown
         }
         return parameter_table(self.norms, self.setup.objective.params), measures
 

@@ -19,10 +19,10 @@ from psgrad.commands.analyze_tables import About, Content, StoredPass, split_col
 from psgrad.commands.measure_setup import joined_columns
 from psgrad.commands.run_manifest import RankReport, rank_facts
 from psgrad.engine.execution.chunk_measure import Columns
-from psgrad.engine.execution.ranks import Processes, in_chunks, overlap
+from psgrad.engine.execution.ranks import Processes, in_chunks
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
-from psgrad.engine.measures.passes import SecondPass
+from psgrad.engine.measures.passes import second_pass
 from psgrad.errors import DistributedError, MeasureError
 from psgrad.run import RunFolder
 from psgrad.run.progress import without_interrupts
@@ -33,7 +33,7 @@ from psgrad.run.shards import FinishedShards, Shards
 _ROWS_PER_SHARD = 4096
 _SECONDS_PER_SHARD = 30.0
 
-_FIRST, _SECOND = "samples", "samples-again"
+_FIRST = "samples"
 _CHUNK_SIZE, _POSITIONS = "stream.chunk_size", "stream.positions"
 
 
@@ -86,59 +86,43 @@ class Passes:
         """All passes, and what the measures gathered; None for processes that do not lead. A part of a run
         leaves the second pass out as long as rows of other parts are missing.
         """
-        again = [measure for measure in self.measures if measure.looks_twice]
-        second = SecondPass(again, self.stream)
-        first = [*self.measures, second] if again else self.measures
+        again = [measure for measure in self.measures if measure.needs_second_pass]
 
         def run(rows: range) -> Iterator[Columns]:
-            second.begin(rows.start)
-            return self.stream.run(rows.stop, first, start=rows.start, materialise=True)
+            return self.stream.run(rows.stop, self.measures, start=rows.start, materialise=True)
 
-        shards = self._shards(_FIRST, first)
-        self._agree_on_chunk_size(first)
+        shards = self._shards(_FIRST, self.measures)
+        self._agree_on_chunk_size(self.measures)
         names = [(_FIRST, "the first pass")]
         mine = self._my_rows(_FIRST, in_chunks(self._missing(_FIRST), self.stream.chunk_size))
         self._require_same_rows(mine)
-        self._run_pass(shards, mine, run, first, self.about)
+        self._run_pass(shards, mine, run, self.measures, self.about)
         if again and self._waits_for_parts(again):
             again = []
         else:
-            self._merge(first)
-        chunk_size = self.stream.chunk_size
-        self.stream.fix_chunk_size(chunk_size)
+            self._merge(self.measures)
+        self.stream.fix_chunk_size(self.stream.chunk_size)
+        passes = [own for measure in self.measures for own in measure.passes()]
         if again:
-            self._run_second_pass(again, second)
-            names.append((_SECOND, "its second pass"))
-            self.stream.fix_chunk_size(chunk_size)
-        for measure in self.measures:
-            for own in measure.passes():
-                shards = self._shards(own.name)
-                mine = self._my_rows(
-                    own.name, in_chunks(self._missing(own.name), self.stream.rows_at_longest)
-                )
-                self._run_pass(shards, mine, partial(self._run_own_pass, own))
-                names.append((own.name, f"the pass {own.name}"))
+            for measure in again:
+                measure.between()
+            passes.insert(0, second_pass(again, self.setting.examples))
+        before = {key: value.clone() for key, value in self._state(again).items()}
+        for own in passes:
+            shards = self._shards(own.name)
+            mine = self._my_rows(own.name, in_chunks(self._missing(own.name), self.stream.rows_at_longest))
+            self._run_pass(shards, mine, partial(self._run_own_pass, own, again, before))
+            names.append((own.name, f"the pass {own.name}"))
         ranks = rank_facts(self.processes, self.prefix, self._work)
         return replace(self._gathered(names), ranks=ranks) if self.processes.leads else None
 
-    def _run_second_pass(self, again: Sequence[Measure], second: SecondPass) -> None:
-        for measure in again:
-            measure.between()
-        shared = self.processes.size > 1 or self.processes.parts is not None
-        before = {key: value.clone() for key, value in self._state(again).items()} if shared else None
-        shards, missing = self._shards(_SECOND, again), self._missing(_SECOND)
-        chunks = [part for chunk in second.chunks() for rows in missing if (part := overlap(chunk, rows))]
-
-        def run(rows: range) -> Iterator[Columns]:
-            for columns in second.run(rows):
-                if before is not None:  # ahead of the chunk being stored
-                    self._require_unchanged(again, before)
-                yield columns
-
-        self._run_pass(shards, self._my_rows(_SECOND, chunks), run, again)
-
-    def _run_own_pass(self, own: OwnPass, rows: range) -> Iterator[Columns]:
-        return own.run(rows, self.stream.rows_at_longest)
+    def _run_own_pass(
+        self, own: OwnPass, again: Sequence[Measure], before: Arrays, rows: range
+    ) -> Iterator[Columns]:
+        for number, columns in enumerate(own.run(rows, self.stream.rows_at_longest)):
+            if not number:  # ahead of the chunk being stored
+                self._require_unchanged(again, before)
+            yield columns
 
     def _waits_for_parts(self, again: Sequence[Measure]) -> bool:
         """Whether the second pass has to wait for rows of other parts. Says so."""
@@ -307,17 +291,14 @@ class Passes:
             self._restore(measures, _as_numpy(state))
 
     def _require_unchanged(self, measures: Sequence[Measure], before: Arrays) -> None:
-        """Raises MeasureError for a measure that gathers in its second pass, where several processes share
-        the rows: each has the sums of all by then, and would add its own.
-        """
+        """Raises MeasureError for a measure that gathers in its second pass, of which nothing is kept."""
         state = self._state(measures)
         for place, measure in enumerate(measures):
             own = [key for key in state if key.startswith(f"{place}.")]
             if not all(key in before and torch.equal(before[key], state[key]) for key in own):
                 raise MeasureError(
-                    f"the measure {measure.name} gathers over the samples in its second pass; expected"
-                    " gathering in the first pass alone, where several processes share the samples",
-                    hint="run it in one process, or gather from columns, in `gather`",
+                    f"the measure {measure.name} gathers over the samples in its second pass",
+                    hint="gather in `columns`, or from the columns, in `gather`",
                 )
 
     # -- what is gathered ------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class OutlierRule:
         frame = measured.table
         if self._of_data is not None and self._units is not None:
             frame = frame.assign(**{self._of_data: self._units[: len(frame)]})
-        relative = [each for each in self._measures if each.looks_twice or each.name in _RELATIVE]
+        relative = [each for each in self._measures if each.needs_second_pass or each.name in _RELATIVE]
         is_relative = self._outliers.score in _RELATIVE_COLUMNS or any(
             _gives(each, self._outliers.score) for each in relative
         )

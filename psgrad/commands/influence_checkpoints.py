@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from psgrad.commands.loaded_parts import Trained, load
-from psgrad.commands.setup import Setup, at_weights, draws_at_random, require_precision_of_all, setup_of
+from psgrad.commands.setup import Setup, at_weights, draws_at_random, setup_of
 from psgrad.config import CheckpointConfig, Config, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
@@ -114,7 +114,6 @@ def first_run(config: Config, processes: Processes) -> Setup:
     """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
     random.
     """
-    require_precision_of_all(config, "influence")
     run = setup_of(
         load(
             _at(config, 0),

@@ -199,7 +199,7 @@ def _solver(setup: InfluenceSetup, fitted: Fitted) -> Preconditioned:
         raise InfluenceError(
             f"influence.level: token: the scores of {setup.run.config.influence.method.name} with these"
             " options are not a sum over tokens",
-            hint="choose ekfac, datainf, or influence with leverage: false and change: gradient",
+            hint="choose ekfac, or influence with leverage: false and change: gradient",
         )
     return solver
 

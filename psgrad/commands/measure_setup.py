@@ -52,7 +52,8 @@ class OwnMeasure(Measure):
         self._copy_flags()
 
     def _copy_flags(self) -> None:
-        self.needs_factors, self.looks_twice = bool(self.inner.needs_factors), bool(self.inner.looks_twice)
+        self.needs_factors = bool(self.inner.needs_factors)
+        self.needs_second_pass = bool(self.inner.needs_second_pass)
 
     def _asked(self, method: str, *arguments: Any) -> Any:
         with self._errors_in(method):
@@ -317,6 +318,7 @@ _OF_GROUPS = frozenset(
         "cosine_to_mean",
         "layer_norms",
         "loo_mean_change",
+        "mean_gradient",
         "neighbour_distance",
         "noise_scale",
         "projected_gradients",
@@ -342,11 +344,12 @@ def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
     """Raises MeasureError for measures that ask more than once for a gradient of a model that draws at
     random.
 
-    A second pass would see another gradient wherever the first was not kept in memory, and so depend on how
-    much memory is free; and checkpoints would differ by the draws.
+    A second pass would see another gradient, and checkpoints would differ by the draws.
     """
     twice = [
-        each.name for each in measures if each.looks_twice or each.name == "vog" or "moments" in each.needs
+        each.name
+        for each in measures
+        if each.needs_second_pass or each.name == "vog" or "moments" in each.needs
     ]
     if twice and draws_at_random(run.first_output, run.model):
         raise MeasureError(

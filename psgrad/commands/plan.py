@@ -178,18 +178,13 @@ def _parameters(stream: Stream, inputs: Any, target: Any) -> list[ParameterPlan]
 
     def note(name: str, gradient: DeferredGradient) -> None:
         terms = [placed.term for placed in gradient.terms]
-        costs = [
-            term.order_costs().get(term.describe())
-            or min(term.order_costs().values(), key=lambda cost: cost.seconds)
-            for term in terms
-        ]
         kept = sum(factor[:1].numel() * factor.element_size() for term in terms for factor in term.factors)
         found[name] = ParameterPlan(
             name,
             "x".join(map(str, gradient.shape)) or "scalar",
             " + ".join(type(term).__name__ for term in terms) or "none",
             gradient.describe(),
-            kept + max((cost.bytes for cost in costs), default=0),
+            kept,
             not gradient.lost_at,
         )
 

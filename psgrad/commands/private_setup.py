@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from psgrad.commands.loaded_parts import Loaded, Trained, load
-from psgrad.commands.setup import Setup, require_precision_of_all, setup_of
+from psgrad.commands.setup import Setup, setup_of
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.loading import to_device
 from psgrad.engine.execution.ranks import Processes
@@ -138,7 +138,6 @@ def set_up_privately(
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
     privacy = require_privacy(config)
-    require_precision_of_all(config, "dp-step")
     unit = privacy.unit
     column = None if unit is None else unit.column
     trained = Trained(privacy.trainable, "privacy.trainable")

@@ -47,7 +47,6 @@ _LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
     "masked-lm": ({"text": _TEXTS},),
     "seq2seq-lm": ({"text": (*_TEXTS, "prompt", "question"), "target": _WRITTEN},),
     "question-answering": ({"text": ["question", "context"], "target": ("answers", "answer")},),
-    "multiple-choice": ({"text": ["question", "choices"], "target": (*_TARGETS, "answer")},),
     "image-classification": ({"image": ("image", "img", "path", "file"), "target": _TARGETS},),
 }
 """task -> what its dataset may look like; the first that fits."""
@@ -59,7 +58,6 @@ _HEADS = {
     "ForMaskedLM": "masked-lm",
     "ForConditionalGeneration": "seq2seq-lm",
     "ForImageClassification": "image-classification",
-    "ForMultipleChoice": "multiple-choice",
     "ForQuestionAnswering": "question-answering",
 }
 _OF_ADAPTERS = {

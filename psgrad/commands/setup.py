@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from psgrad import random_state
@@ -115,7 +114,6 @@ class Setup(Loaded):
             "memory": self.residence.memory(engine.memory),
             "supply": self.supply,
             "recompute": self.recompute,
-            "scales_losses": self.autocast == torch.float16,
             "model_size": ModelSize.of(self.model),
             "randomness": self.randomness,
             "capture": engine.capture,
@@ -175,18 +173,6 @@ def _check_padding(parts: Loaded, objective: Objective) -> None:
     if not padding_is_masked(objective.loss, objective.params, on_device, halves=halves):
         samples.ragged = replace(samples.ragged, masked=False)
         samples.notes = (*samples.notes, PADDING_NOTE)
-
-
-def require_precision_of_all(config: Config, command: str) -> None:
-    """Raises ConfigError for a precision that `analyze` alone has: sums over samples, and products with
-    curvature, are not scaled sample by sample.
-    """
-    if config.engine.dtype == "float16":
-        raise ConfigError(
-            f"engine.dtype: float16, and {command} has no losses that are scaled sample by sample;"
-            " expected float32, float64 or bfloat16; float16 is for analyze",
-            hint="set engine.dtype: bfloat16, which has the range of float32",
-        )
 
 
 def draws_at_random(first_output: Callable[[], Any], model: nn.Module) -> bool:

@@ -111,10 +111,9 @@ class EngineConfig(ConfigSection):
     """Whether the modules that repeat run again in the backward pass, to save memory; auto for offloaded
     weights, and when a row does not fit. Patterns such as `encoder.layer.*` name other modules.
     """
-    dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Precision; auto is the one in which model.pretrained is saved, float32 for float16 and for other
-    models. bfloat16 and float16 (for `analyze`) are mixed: products in them, trained parameters, sums and
-    norms in float32.
+    models. bfloat16 is mixed: products in it, trained parameters, sums and norms in float32.
     """
     verify: Annotated[int, Field(ge=0)] = 3
     """Rows whose gradient is checked against a plain one-sample gradient; 0 for none."""

@@ -96,8 +96,6 @@ _STREAMS = "streams are not read; save the rows that you want with datasets' sav
 _READ_WITH = {
     ("tokenizer", "max_length", "truncation", "masked", "seed"): ("text", "prompt", "messages"),
     ("size", "crop", "mean", "std"): ("image", "images"),
-    ("stack",): ("inputs",),
-    ("workers",): ("factory",),
 }
 
 
@@ -107,6 +105,8 @@ class DataConfig(ConfigSection):
     not_taken: ClassVar[Mapping[str, str]] = {
         "shuffle": _IN_ORDER,
         "sampler": _IN_ORDER,
+        "stack": "columns of one number a row are one tensor; name inputs as keyword: column for one of each",
+        "workers": "rows are read in one process; save slow items once, as npz or safetensors",
         "batch_size": (
             "rows that are computed together are engine.chunk_size; a private run draws its batches by"
             " privacy.sampling"
@@ -132,8 +132,6 @@ class DataConfig(ConfigSection):
     """In place of a path: a folder of images, a folder for each class, or with a metadata file."""
     inputs: Annotated[str | list[str] | dict[str, str | LengthOf] | None, BeforeValidator(_inputs)] = None
     """The column that the model reads, a list of them, or keyword: column where it takes them by name."""
-    stack: bool | None = None
-    """Whether a list of inputs is one tensor; null for one where each holds one number a row."""
     target: Annotated[str | list[str] | None, BeforeValidator(_column_names)] = None
     """The column that the loss compares the output with, or a list of them for a loss of your own."""
     text: Annotated[str | list[str] | None, BeforeValidator(_column_names)] = None
@@ -168,8 +166,6 @@ class DataConfig(ConfigSection):
     """The column of documents or users: rows that agree in it are one sample, their gradients summed."""
     weight: str | None = None
     """The column of weights: the loss of each row is multiplied by its own."""
-    workers: Annotated[int, Field(ge=0)] = 0
-    """Processes that read the rows of a factory's dataset ahead."""
     id: str | None = None
     """The column that names each row; without it a row is known by its number and content."""
     class_names: Annotated[list[str] | None, AfterValidator(_distinct)] = None
@@ -205,7 +201,7 @@ class DataConfig(ConfigSection):
     def with_inputs(self, columns: Sequence[str]) -> DataConfig:
         """This dataset with `columns` as its only inputs."""
         others = ("target", "text", "prompt", "completion", "messages", "image", "id", "group", "weight")
-        return self.model_copy(update={**dict.fromkeys(others), "inputs": list(columns), "stack": False})
+        return self.model_copy(update={**dict.fromkeys(others), "inputs": {name: name for name in columns}})
 
     @property
     def source(self) -> str:

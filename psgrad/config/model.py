@@ -16,7 +16,6 @@ Task = Literal[
     "masked-lm",
     "seq2seq-lm",
     "image-classification",
-    "multiple-choice",
     "question-answering",
     "regression",
 ]

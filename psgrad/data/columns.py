@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from psgrad.config import DataConfig, did_you_mean
-from psgrad.errors import ConfigError, DataError, one_line
+from psgrad.errors import ConfigError, DataError
 from psgrad.wording import first_of
 
 
@@ -72,12 +72,13 @@ class ColumnRoles:
         return [*self.numbers, *self.labels, *self.texts, *self.ids]
 
 
-def not_numbers(name: str, kind: object, example: str | None = None) -> DataError:
+_ENCODE = "encode classes as 0, 1, 2, ... and texts as token numbers before they are saved"
+
+
+def not_numbers(name: str, kind: object, example: str | None = None, hint: str = _ENCODE) -> DataError:
     """The error for a column of text, dates, objects or anything else that is no number."""
-    return DataError(
-        one_line(f"{name!r} is of type {kind}" + (f"; {example}" if example else ""), "expected numbers"),
-        hint="encode classes as 0, 1, 2, ... and texts as token numbers before they are saved",
-    )
+    words = f"{name!r} is of type {kind}" + (f"; {example}" if example else "")
+    return DataError(f"{words}; expected numbers", hint=hint)
 
 
 def require_rows(count: int, source: str) -> None:
@@ -92,18 +93,12 @@ def require_columns(wanted: Iterable[str], known: Sequence[str], source: object)
         if name not in known:
             mark = next((each for each in ";\t|" if len(known) == 1 and each in known[0]), None)
             meant = did_you_mean(name, known) if mark is None else ""
+            listed = f"; expected one of its columns: {first_of(known, 20)}" if known else ""
+            hint = f"separate columns by commas (.csv) or by tabs (.tsv), and not by {mark!r}"
             raise ConfigError(
-                one_line(
-                    f"{source} has no column {name!r}{meant}",
-                    f"expected one of its columns: {first_of(known, 20)}" if known else None,
-                ),
-                hint=one_line(
-                    None if mark is None else f"a file whose columns are separated by {mark!r}",
-                    None if mark is None else "separate them by commas (.csv) or by tabs (.tsv)",
-                ),
+                f"{source} has no column {name!r}{meant}{listed}", hint=None if mark is None else hint
             )
         if known.count(name) > 1:
             raise DataError(
-                f"{source} has {known.count(name)} columns named {name!r}; expected a name of its own for"
-                " every column",
+                f"{source} has {known.count(name)} columns named {name!r}", hint="give each its own name"
             )

@@ -87,7 +87,6 @@ def _times(sign: int, name: str, function: Number, output: Any, target: Any) -> 
         value,
         f"the measurement {name}",
         "query",
-        expected="one number: a tensor of shape ()",
         hint="it sees the output and the target of one query, without a batch axis",
     )
     return sign * value

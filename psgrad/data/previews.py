@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from psgrad.data.rows import Samples
-from psgrad.errors import DataError
 from psgrad.run.results import MeasureResult, TopSample
 
 MAX_VALUES = 200  # of a row, and of ids in one of them
@@ -97,9 +96,4 @@ def vocabulary_of(samples: Samples, measures: Iterable[MeasureResult]) -> dict[i
     pieces = samples.pieces(ids) if ids else None
     if pieces is None:
         return {}
-    if len(pieces) != len(ids):
-        raise DataError(
-            f"tokens(ids) of the dataset returned {len(pieces)} texts for {len(ids)} ids; expected a text"
-            " for each id, in their order",
-        )
     return dict(zip(ids, pieces, strict=True))

@@ -220,7 +220,7 @@ def _ids(series: pd.Series[Any], name: str) -> Array:
     blank = [isinstance(value, str) and not value.replace("\0", "").strip() for value in values]
     missing = np.flatnonzero(series.isna().to_numpy() | np.array(blank, dtype=bool))
     if len(missing):
-        raise DataError(f"the id in row {missing[0]} of {name!r} is missing; expected one id per row")
+        raise DataError(f"row {missing[0]} of the column {name!r} is empty; expected a value in each row")
     if values.dtype.kind in "iu":
         return values.astype(np.int64)
     if all(isinstance(value, str) for value in values):

@@ -21,7 +21,7 @@ from psgrad.data.sources.arrow_types import require_numbers
 from psgrad.data.sources.table_rows import Array, TableRows
 from psgrad.data.tasks.classification import Regression, SequenceClassification, TokenClassification
 from psgrad.data.tasks.language_models import CausalLM, MaskedLM, Seq2SeqLM
-from psgrad.data.tasks.questions import MultipleChoice, QuestionAnswering
+from psgrad.data.tasks.questions import QuestionAnswering
 from psgrad.data.tasks.task import TARGET, EncodedRow, Field, TextRows, TextTask
 from psgrad.data.tokenizer import load_tokenizer
 from psgrad.errors import ConfigError
@@ -35,7 +35,6 @@ _TASKS: Mapping[Task, type[TextTask]] = {
     "causal-lm": CausalLM,
     "masked-lm": MaskedLM,
     "seq2seq-lm": Seq2SeqLM,
-    "multiple-choice": MultipleChoice,
     "question-answering": QuestionAnswering,
 }
 

@@ -135,10 +135,6 @@ class Tokenizer:
             return slice(None)
         return slice(length - self.limit, None) if self.truncation == "left" else slice(self.limit)
 
-    def length_uncut(self, text: str) -> int:
-        """How many tokens a text has, without special tokens, whatever the limit."""
-        return len(self.inner(text, add_special_tokens=False, verbose=False)["input_ids"])
-
     @property
     def special_tokens(self) -> frozenset[int]:
         """The ids of special tokens, such as [CLS] and [PAD]."""

@@ -45,7 +45,6 @@ _ENDS: Mapping[str, tuple[str, ...]] = {
     "masked-lm": ("ForMaskedLM",),
     "seq2seq-lm": ("ForConditionalGeneration", "ForSeq2SeqLM"),
     "image-classification": ("ForImageClassification",),
-    "multiple-choice": ("ForMultipleChoice",),
     "question-answering": ("ForQuestionAnswering",),
 }
 
@@ -143,8 +142,7 @@ def precision_of_weights(path: Path) -> str:
 def automatic_precision(saved: str) -> str:
     """What `engine.dtype: auto` is for weights that are saved in a precision.
 
-    float32 for float16: only `analyze` scales losses, one by one, so that small gradients do not vanish,
-    and a CPU multiplies float16 several times more slowly. Widening is exact.
+    float32 for float16, in which small gradients vanish. Widening is exact.
     """
     return "float32" if saved == "float16" else saved
 

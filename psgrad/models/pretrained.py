@@ -36,7 +36,6 @@ AUTO_CLASSES: Mapping[Task, str] = {
     "masked-lm": "AutoModelForMaskedLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
-    "multiple-choice": "AutoModelForMultipleChoice",
     "question-answering": "AutoModelForQuestionAnswering",
     "regression": "AutoModelForSequenceClassification",
 }

@@ -21,9 +21,8 @@ MEASURES = (
     "integrated_gradients",
     "smooth_grad",
     "token_loss",
-    "token_share",
 )
-ADDITIVE = ("gradient_x_input", "integrated_gradients", "token_loss", "token_share")
+ADDITIVE = ("gradient_x_input", "integrated_gradients", "token_loss")
 
 # With pictures of noise these are some 0.4 MB of a page.
 MAX_CARDS = 6
@@ -172,8 +171,6 @@ def scale_words(result: AnalyzeResult, measure: MeasureResult, scale: float) -> 
     of, known = measure.numbers.get("of", ""), result.manifest.loss_unit
     unit = {"target": "logit of the label's class", "prediction": "logit of the predicted class"}.get(of)
     unit = unit or ("loss" if known == UNKNOWN_UNIT else known)
-    if measure.name == "token_share":
-        unit = "of the squared norm"
-    elif measure.name not in ADDITIVE:
+    if measure.name not in ADDITIVE:
         unit += " per unit of input"
     return f"full colour: {number(scale)} {unit}"

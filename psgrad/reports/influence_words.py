@@ -52,7 +52,6 @@ _METHODS = {
     "gradient_cosine": "gradient cosine",
     "tracin": "TracInCP",
     "ekfac": "influence function by EK-FAC",
-    "datainf": "DataInf",
     "trak": "TRAK",
 }
 

@@ -147,9 +147,7 @@ def spans_of(
                 named = [vocabulary.get(int(each), f"[{each}]") for each in ids.tolist()]
                 pieces = _apart(named, [each in special or each not in vocabulary for each in ids.tolist()])
             else:
-                notes.append(
-                    "position:id, as the dataset has neither tokens(ids) nor a tokenizer that tells the words"
-                )
+                notes.append("position:id, as the dataset has no tokenizer that tells the words")
     ends = np.cumsum([0, *sizes])
     totals = np.array([weights[start:end].sum() for start, end in pairwise(ends)], dtype=np.float64)
     shown = int(np.searchsorted(ends, MAX_POSITIONS, side="right")) - 1

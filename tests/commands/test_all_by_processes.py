@@ -27,7 +27,7 @@ SWEPT = pytest.mark.sweep
 
 CHECKPOINTS = ["first.safetensors", "second.safetensors", "third.safetensors"]
 OF_CHECKPOINTS = ["trajectory", "grand", "el2n_over_checkpoints", "forgetting", "vog", "moments"]
-OF_TOKENS = ["token_loss", "token_share"]
+OF_TOKENS = ["token_loss"]
 TWICE = ["cosine_to_mean", "cosine_to_class_mean", "loo_mean_change"]
 OF_A_MODEL = sorted({*own_classes(MEASURES)} - {*OF_CHECKPOINTS, *OF_TOKENS})
 TOKENS = """
@@ -139,7 +139,6 @@ INFLUENCE: dict[str, dict[str, Any]] = {
         for solver in ("exact", "dual", "conjugate_gradient")
     },
     "sampled": {"name": "influence", "curvature": "sampled", "damping": 0.5},
-    "datainf": {"name": "datainf", "damping": 0.1},
     **{name: {"name": name} for name in ("gradient_dot", "gradient_cosine", "tracin", "source")},
     **{name: {"name": name, "dimension": 8} for name in ("projected_influence", "trak")},
 }

@@ -82,7 +82,7 @@ def test_measures_over_checkpoints_need_some(training: Workplace) -> None:
     del training.config["analyze"]["checkpoints"]
     training.refused(
         3,
-        "looks at several checkpoints, and analyze.checkpoints lists none",
+        "and analyze.checkpoints lists none",
         "list a training run's files, in order",
     )
     assert not (training.folder / "out").exists()

@@ -77,7 +77,7 @@ def test_measures_take_the_gradients_of_groups(place: Workplace) -> None:
     np.testing.assert_allclose(place.samples()["cosine_to_mean"], cosines, rtol=1e-9)
 
 
-@pytest.mark.parametrize("measure", ["el2n", "token_share", "vog"])
+@pytest.mark.parametrize("measure", ["el2n", "token_loss", "vog"])
 def test_measures_of_single_rows_are_refused(place: Workplace, measure: str) -> None:
     place.config["analyze"] = {"measures": [measure]}
     place.refused(2, measure, "not computed for groups", "leave out data.group")

@@ -533,7 +533,6 @@ def test_check_that_would_take_long_is_left_out_with_its_predicted_time(
     [
         "ekfac",
         "trak",
-        "datainf",
         "projected_influence",
         {"name": "ekfac", "fisher": "empirical"},
         {"name": "influence", "curvature": "fisher"},

@@ -120,7 +120,7 @@ def test_training_rows_with_weights_are_queries(place: InfluenceWorkplace, queri
 
 
 @pytest.mark.parametrize(
-    "method", ["datainf", "projected_influence", "trak", {"name": "ekfac", "fisher": "empirical"}], ids=str
+    "method", ["projected_influence", "trak", {"name": "ekfac", "fisher": "empirical"}], ids=str
 )
 def test_squares_of_weights_are_refused(place: InfluenceWorkplace, method: Any) -> None:
     place.section["method"] = method

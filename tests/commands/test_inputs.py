@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from psgrad.data.sources.table_samples import TableSamples
-from psgrad.engine.measures.passes import SecondPass
+from psgrad.engine.measures.mean_gradient import MeanGradient
 from psgrad.engine.privacy.step import PrivateTraining
 from tests.workplace import Workplace
 
@@ -63,9 +63,9 @@ def test_influence_refuses_a_broken_image(images: Workplace) -> None:
 
 
 def _after(change: Callable[[], None], run: Callable[..., Any]) -> Callable[..., Any]:
-    """The second pass, after a change."""
+    """What is called before the second pass, after a change."""
 
-    def changed(self: SecondPass, *arguments: Any) -> Any:
+    def changed(self: MeanGradient, *arguments: Any) -> Any:
         change()
         return run(self, *arguments)
 
@@ -88,7 +88,7 @@ def test_a_file_that_is_changed_between_passes(
     workplace.use_model("def Model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Linear(1, 3))\n")
     workplace.config["data"] = {"path": path.name, "inputs": ["a"], "target": "y"}
     workplace.config["analyze"] = {"measures": ["cosine_to_mean"]}
-    monkeypatch.setattr(SecondPass, "run", _after(write, SecondPass.run))
+    monkeypatch.setattr(MeanGradient, "between", _after(write, MeanGradient.between))
     outcome = workplace.analyze("--no-report")
     if suffix == "parquet":  # its rows are in a copy
         assert outcome.code == 0, outcome.err

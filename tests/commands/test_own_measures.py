@@ -55,7 +55,7 @@ def gather(value: str) -> str:
     return f"def gather(self, rows):\n    return {value}"
 
 
-AGAIN = "looks_twice = True\n\ndef columns_again(self, gradients):\n    "
+AGAIN = "needs_second_pass = True\n\ndef columns_again(self, gradients):\n    "
 
 
 @pytest.mark.every(2)
@@ -89,7 +89,7 @@ AGAIN = "looks_twice = True\n\ndef columns_again(self, gradients):\n    "
         ("def columns(self, gradients):\n    raise SystemExit(0)", "Mine raised SystemExit"),
         ("def __post_init__(self):\n    raise RuntimeError('no')", "Mine raised RuntimeError: no"),
         (AGAIN + "raise OSError('gone')", "in columns_again"),
-        (AGAIN + "return {'margin': gradients.losses}", "its second pass"),
+        (AGAIN + "return {'margin': gradients.losses}", "the pass samples-again"),
         ("def state(self):\n    return {'a': 1}", "Mine returned int as a in state"),
         ("name = 'margin'", "Mine calls itself margin"),
         ("name = '../up'", "Mine calls itself '../up'"),
@@ -140,7 +140,7 @@ NO_MERGE = "the measure mine gathers over all samples, and has no method merge"
 SECOND_PASS = "the measure mine gathers over the samples in its second pass"
 # A measure that gathers where it is told to, into a tensor that it changes in place.
 GATHERING = """
-looks_twice = True
+needs_second_pass = True
 
 def prepare(self, setting):
     self.total = torch.zeros(1, dtype=torch.float64)
@@ -187,7 +187,7 @@ def test_part_of_one_that_gathers_in_its_second_pass_is_refused(workplace: Workp
     """Also where it changes the tensor of its state; and so is the merge, as no row of that pass is kept."""
     use(workplace, GATHERING.format(where="columns_again") + MERGE)
     workplace.succeeded("--part", "1/2")
-    workplace.refused(3, SECOND_PASS, "run it in one process", options=("--part", "2/2"))
+    workplace.refused(3, SECOND_PASS, "gather in `columns`", options=("--part", "2/2"))
     workplace.refused(3, SECOND_PASS, options=("--part", "1/2"))
     workplace.command("merge", "out").refused(3, "rows of the pass samples-again are missing")
 

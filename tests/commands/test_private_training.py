@@ -355,12 +355,6 @@ def test_no_public_file_tells_how_many_records_there_are(private: PrivateWorkpla
     assert not any(number_of_rows.search(text) for text in texts)
 
 
-def test_float16_is_refused(private: PrivateWorkplace) -> None:
-    private.config["engine"] = {"dtype": "float16"}
-    words = private.refused(2, "engine.dtype: float16, and dp-step has no losses that are scaled")
-    assert "set engine.dtype: bfloat16" in words
-
-
 def test_a_seed_is_reported_everywhere(private: PrivateWorkplace) -> None:
     private.privacy["noise"]["seed"] = 3
     private.refused(

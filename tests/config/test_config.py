@@ -228,10 +228,9 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
                 "crop: 8",
                 "mean: [1, 2, 3]",
                 "std: [1, 2, 3]",
-                "workers: 2",
             )
         ),
-        ("inputs: pixels", "text: pixels, stack: true", "stack is given, and nothing reads it; expected"),
+        ("inputs: pixels", "inputs: pixels, stack: true", "name inputs as keyword: column for one of each"),
         *(
             (
                 "inputs: pixels",

@@ -274,7 +274,7 @@ def test_a_row_that_belongs_to_nobody(tmp_path: Path) -> None:
     csv = DataConfig(path=Path(write_csv(tmp_path, "x,user\n1,a\n2,\n")), inputs="x")
     parquet = DataConfig(path=Path(write_parquet(tmp_path, {"x": [1, 2], "user": [5, None]})), inputs="x")
     for config in (csv, parquet):
-        with pytest.raises(DataError, match="the id in row 1 of 'user' is missing"):
+        with pytest.raises(DataError, match="row 1 of the column 'user' is empty"):
             load_data(config, tmp_path, unit="user")
 
 
@@ -288,7 +288,7 @@ def test_users_whose_ids_are_blank_are_not_one_user(tmp_path: Path, suffix: str,
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     for unit, id in (("user", None), (None, "user")):
         config = DataConfig(path=Path(f"data.{suffix}"), inputs="x", id=id)
-        with pytest.raises(DataError, match="the id in row 1 of 'user' is missing"):
+        with pytest.raises(DataError, match="row 1 of the column 'user' is empty"):
             load_data(config, tmp_path, unit=unit)
 
 
@@ -444,7 +444,7 @@ def test_duplicate_ids_are_named(tmp_path: Path) -> None:
 
 def test_ids_that_are_missing_or_no_ids(tmp_path: Path) -> None:
     name = write_parquet(tmp_path, {"x": [1.0, 2.0], "id": ["a", None], "price": [1.5, 2.5]})
-    assert "the id in row 1 of 'id' is missing" in error(tmp_path, name, inputs="x", id="id")
+    assert "row 1 of the column 'id' is empty" in error(tmp_path, name, inputs="x", id="id")
     assert "the ids in 'price' are of type float" in error(tmp_path, name, inputs="x", id="price")
     for kind in (torch.float64, torch.bfloat16):
         save_file({"x": torch.zeros(2), "id": torch.arange(2, dtype=kind)}, tmp_path / "data.safetensors")

@@ -79,7 +79,7 @@ def test_csv_ids_of_blanks_are_missing(tmp_path: Path) -> None:
     path.write_text("n,id\n1,  \n2,b\n")
     rows = source_for(path).table(path, ColumnRoles(numbers=("n",), ids=("id",)))
     assert rows.column("id").to_pylist() == ["  ", "b"]
-    with pytest.raises(DataError, match="the id in row 0 of 'id' is missing"):
+    with pytest.raises(DataError, match="row 0 of the column 'id' is empty"):
         load_data(DataConfig(path=Path("x.csv"), inputs="n", id="id"), tmp_path)
 
 

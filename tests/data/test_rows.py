@@ -171,8 +171,8 @@ def test_jsonl_of_other_systems_has_the_same_rows(change: str, tmp_path: Path) -
 def test_csv_of_another_separator_is_reported(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("x;y\n1;0\n")
     said = error(tmp_path, "data.csv", ConfigError, inputs="x", target="y")
-    assert "has no column 'x'\n" in said
-    assert "a file whose columns are separated by ';'" in said
+    assert "has no column 'x'; expected one of its columns: x;y" in said
+    assert "and not by ';'" in said
 
 
 # -- Formats -------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def refusal(
 def inputs_of(task: str) -> dict[str, torch.Tensor]:
     if task == "image-classification":
         return {"pixel_values": torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))}
-    ids = torch.randint(7, 90, (3, 2, 9) if task == "multiple-choice" else (3, 9))
+    ids = torch.randint(7, 90, (3, 9))
     return {"input_ids": ids, **({"decoder_input_ids": ids[:, :5]} if task == "seq2seq-lm" else {})}
 
 

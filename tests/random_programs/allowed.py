@@ -11,7 +11,7 @@ ALLOWED = (
     "writes in place into a traced tensor",
     "writes in place into a tensor without a sample axis",
     "writes in place into a tensor from outside",
-    "writes in place into a tensor that the transform does not follow",
+    "writes in place into a tensor made outside the transformed function",
     "writes in place into a tensor that has one place in memory for several elements",
     "writes in place into memory that another argument reads as other elements",
     "can't turn a tensor of shape",

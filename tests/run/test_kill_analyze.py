@@ -36,7 +36,7 @@ from psgrad.engine.measures.measure import Gathered, Measure, OwnPass
 class Everything(Measure):
     name = "everything"
     needs_factors = True
-    looks_twice = True
+    needs_second_pass = True
 
     def prepare(self, setting):
         self.setting, self.chunk = setting, {}

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from psgrad.config import DataConfig
 from psgrad.data.columns import input_names, require_rows
@@ -65,8 +65,6 @@ class DatasetSamples(Samples):
         self._items = Items(dataset, config, unit if listed is None else None, self._labels)
         self._source = self._items.source
         self._kept, self._anew = KeptBytes(_room()), False
-        self._contents: dict[str, str] = {}
-        self._ahead: tuple[int, Iterator[Item | PsgradError]] = -1, iter(())
         self._count = count = len(self._items)
         require_rows(count, self._source)
         with restored():
@@ -91,9 +89,6 @@ class DatasetSamples(Samples):
 
     def take(self, rows: Array) -> Block:
         numbers = self._existing(rows).tolist()
-        start, stop = numbers[0], numbers[-1] + 1
-        if self._config.workers and not self._anew and numbers == list(range(start, stop)):
-            return self._stacked(numbers, self._in_order(start, stop))
         distinct = {row: self._item(row) for row in dict.fromkeys(numbers)}
         return self._stacked(numbers, [distinct[row] for row in numbers])
 
@@ -106,37 +101,26 @@ class DatasetSamples(Samples):
         """See Samples: these items, or all where ids are in them."""
         rows = rows if self._config.id is None else range(self._count)
         with restored():
-            for done, (row, found) in enumerate(zip(rows, self._made_of(rows, seeded=True), strict=True), 1):
-                if isinstance(found, Item):
-                    self._keep(row, found)
+            for done, row in enumerate(rows, 1):
+                with suppress(PsgradError):  # of a row that is not read: raised when it is used
+                    self._looked_at(row)
                 yield done, len(rows)
 
     def content(self, count: int | None = None) -> str:
-        """The SHA-256 of the rows, each of which is read for it; or of the dataset's own `fingerprint`, a
-        text, if it has one.
+        """The SHA-256 of the rows, each of which is read for it.
 
         For a row that can't be read the error is hashed; it is raised when that row is used, after the rows
         before it. Rows draw the same numbers from the global generators each time. A dataset with generators
         of its own has another hash in each process.
         """
-        own = getattr(self._dataset, "fingerprint", None)
-        if isinstance(own, str):
-            return hashlib.sha256(self.fingerprint.encode() + own.encode()).hexdigest()
         return self.content_of(range(len(self) if count is None else count))
 
     def content_of(self, rows: Sequence[int]) -> str:
-        if isinstance(getattr(self._dataset, "fingerprint", None), str):
-            return super().content_of(rows)
-        asked = hashlib.sha256(np.array(rows, dtype=np.int64).data).hexdigest()
-        if asked not in self._contents:
-            digest = hashlib.sha256(self.fingerprint.encode())
-            with restored():
-                for row, found in zip(rows, self._made_of(rows, seeded=True), strict=True):
-                    _add(digest, row, found)
-                    if isinstance(found, Item):
-                        self._keep(row, found)
-            self._contents[asked] = digest.hexdigest()
-        return self._contents[asked]
+        digest = hashlib.sha256(self.fingerprint.encode())
+        with restored():
+            for row in rows:
+                self._add(digest, row)
+        return digest.hexdigest()
 
     def describe(self, row: int) -> str | None:
         """What the dataset's own `describe(row)` says, if it has one."""
@@ -155,17 +139,14 @@ class DatasetSamples(Samples):
         return frozenset(map(int, getattr(tokenizer, "all_special_ids", None) or ()))
 
     def pieces(self, ids: Sequence[int]) -> list[str] | None:
-        """What the dataset's own `tokens(ids)` says, or its `tokenizer`, as Hugging Face has them."""
-        tokens, tokenizer = getattr(self._dataset, "tokens", None), getattr(self._dataset, "tokenizer", None)
-        decode = getattr(tokenizer, "decode", None)
-        if not callable(tokens) and not callable(decode):
+        """What the dataset's own `tokenizer` says, as Hugging Face has them."""
+        decode = getattr(getattr(self._dataset, "tokenizer", None), "decode", None)
+        if not callable(decode):
             return None
         try:
-            if callable(tokens):
-                return [str(each) for each in tokens(list(ids))]
-            return [str(decode([each])) for each in ids] if callable(decode) else []
+            return [str(decode([each])) for each in ids]
         except Exception as error:
-            how = "tokens(ids)" if callable(tokens) else "tokenizer.decode([id])"
+            how = "tokenizer.decode([id])"
             raise DataError(f"{how} of {self._source} raised {describe_failure(error)}") from error
 
     def _looked_at(self, row: int) -> Item:
@@ -174,12 +155,7 @@ class DatasetSamples(Samples):
         if kept is not None:
             return Item.of_content(kept)
         seed_by_row(row)
-        return self._keep(row, self._items(row))
-
-    def _keep(self, row: int, found: Item | PsgradError) -> Item:
-        """An item, which is kept where there is room for it. Raises what came in its place."""
-        if isinstance(found, PsgradError):
-            raise found
+        found = self._items(row)
         self._kept.put(row, found.content())
         return found
 
@@ -188,32 +164,6 @@ class DatasetSamples(Samples):
             return self._items(row)
         with restored():
             return self._looked_at(row)
-
-    def _in_order(self, start: int, stop: int) -> list[Item]:
-        """The items of these rows, of workers that read on from there."""
-        first, ahead = self._ahead
-        if first != start:
-            ahead = self._made_of(range(start, len(self)), seeded=True)
-        self._ahead = -1, iter(())  # until all of them are there
-        found = [self._keep(row, next(ahead)) for row in range(start, stop)]
-        self._ahead = stop, ahead
-        return found
-
-    def _made_of(self, rows: Sequence[int], *, seeded: bool = False) -> Iterator[Item | PsgradError]:
-        """The items of these rows, or what is wrong with them; made by data.workers, if any. `seeded`: what
-        they draw from the global generators goes by their row.
-        """
-        kept = [row in self._kept for row in rows]
-        missing = [row for row, known in zip(rows, kept, strict=True) if not known]
-        loader = DataLoader(
-            _Made(self._items, seeded),
-            sampler=missing,
-            batch_size=None,
-            num_workers=self._config.workers if missing else 0,
-        )
-        made = iter(loader)
-        for row, known in zip(rows, kept, strict=True):
-            yield self._looked_at(row) if known else next(made)
 
     def _stacked(self, rows: Sequence[int], items: Sequence[Item]) -> Block:
         for row, item in zip(rows, items, strict=True):
@@ -240,9 +190,7 @@ class DatasetSamples(Samples):
                 ours[place][axis : axis + 1] = firsts[place][axis : axis + 1]
         if ours != firsts:
             raise DataError(
-                f"row {row} of {self._source} has the shapes {item.shapes}, row 0 {self._first.shapes};"
-                " expected one shape in all rows, or axes that differ in the first, the last and 30"
-                " between",
+                f"row {row} of {self._source} has the shapes {item.shapes}, row 0 {self._first.shapes}",
                 hint="pad or cut the items to one length in the dataset",
             )
 
@@ -279,16 +227,24 @@ class DatasetSamples(Samples):
             )
         return unit_ids(values, unit)
 
+    def _add(self, digest: Any, row: int) -> None:
+        """Adds an item, or what is wrong with it, to a digest."""
+        try:
+            found = self._looked_at(row)
+        except PsgradError as error:
+            digest.update(f"{row} {error}".encode())
+            return
+        for tensor in found.tensors:
+            digest.update(f"{row} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().numpy().data)
+
     def _digest(self, count: int, units: Array | None) -> str:
         """A hash of the factory and its arguments, the length, the first and last item, and the units."""
         made_by = [self._config.factory, self._config.kwargs, count]
         digest = hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode())
         with restored():
             for row in (0, count - 1):
-                try:
-                    _add(digest, row, self._looked_at(row))
-                except PsgradError as error:
-                    _add(digest, row, error)
+                self._add(digest, row)
         if units is not None:
             digest.update("\n".join(map(str, units.tolist())).encode())
         return digest.hexdigest()
@@ -300,32 +256,3 @@ def _room() -> int:
         return min(_KEPT_BYTES, int(_KEPT_SHARE * shutil.disk_usage(tempfile.gettempdir()).free))
     except OSError:
         return 0
-
-
-class _Made(Dataset[Item | PsgradError]):
-    """The items for torch's DataLoader: what is wrong with one comes in its place."""
-
-    def __init__(self, items: Items, seeded: bool) -> None:
-        self._items, self._seeded = items, seeded
-
-    def __getitem__(self, row: int) -> Item | PsgradError:
-        return _made(self._items, row, self._seeded)
-
-
-def _made(items: Items, row: int, seeded: bool) -> Item | PsgradError:
-    if seeded:
-        seed_by_row(row)
-    try:
-        return items(row)
-    except PsgradError as error:
-        return error
-
-
-def _add(digest: Any, row: int, found: Item | PsgradError) -> None:
-    """Adds an item, or what is wrong with it, to a digest."""
-    if not isinstance(found, Item):
-        digest.update(f"{row} {found}".encode())
-        return
-    for tensor in found.tensors:
-        digest.update(f"{row} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().numpy().data)

@@ -107,8 +107,6 @@ class Items:
         for place, name in enumerate(names):
             value = len(item[name]) if place in self._lengths else item[name]
             inputs.append(to_tensor(_as_array(value, name, row), name))
-        if config.stack and isinstance(config.inputs, list):
-            inputs = [stacked([x.unsqueeze(0) for x in inputs], names, "data.stack")[0]]
         for name in weight:
             value = to_tensor(_as_array(item[name], name, row), name).reshape(1)
             inputs.append(checked_weights(value, name, lambda _: f"row {row} of {self.source}")[0])

@@ -20,7 +20,7 @@ from psgrad.data.rows import Block, Samples, checked_weights, ids_and_units, sta
 from psgrad.data.sources.arrow_types import is_list, is_text, require_numbers
 from psgrad.data.sources.table_rows import Array, TableRows
 from psgrad.data.targets import Labels
-from psgrad.errors import ConfigError, DataError
+from psgrad.errors import DataError
 from psgrad.ragged import RaggedAxes
 
 RowName = Callable[[int], str]
@@ -38,7 +38,8 @@ def numbers(array: pa.Array, name: str, row_name: RowName, fill: float = 0) -> A
         return np.asarray(array.to_numpy(zero_copy_only=False))
     if pa.types.is_fixed_size_list(array.type):
         size = array.type.list_size
-        inner = numbers(array.flatten(), name, lambda place: row_name(place // max(size, 1)), fill)
+        values = array.values.slice(array.offset * size, len(array) * size)  # flatten() copies
+        inner = numbers(values, name, lambda place: row_name(place // max(size, 1)), fill)
         return inner.reshape(len(array), size, *inner.shape[1:])
     lengths = _lengths(array)
     values = array.flatten()
@@ -140,7 +141,7 @@ class _Layout:
 
 class TableSamples(Samples):
     """Rows of a table as tensors. A list of scalar columns is one feature vector; any other column is a
-    tensor of its own, unless data.stack says so.
+    tensor of its own.
     """
 
     def __init__(
@@ -195,14 +196,8 @@ class TableSamples(Samples):
             if len(targets) > 1 and is_list(kind):
                 raise DataError(f"data.target: {name!r} holds lists; expected one number a row in each")
         lists = [name for name in names if is_list(schema.field(name).type) or not self._is_number(name)]
-        stack = self._rows.stacks and not lists if config.stack is None else config.stack
-        if not isinstance(config.inputs, list) or not stack:
+        if not isinstance(config.inputs, list) or lists or not self._rows.stacks:
             return _Layout(tuple((name,) for name in names), False, lengths, tuple(targets))
-        if lists and len(lists) < len(names):
-            raise ConfigError(
-                f"data.stack: {lists[0]!r} holds lists, and another column one number a row; expected"
-                " columns of one shape, or stack: false for a tensor of each",
-            )
         return _Layout((tuple(names),), True, lengths, tuple(targets))
 
     def _columns(self) -> list[str]:
@@ -266,7 +261,7 @@ class TableSamples(Samples):
                 inputs.append(torch.from_numpy(self._lengths[names[0]][rows, 0]))
                 continue
             found = [self._input(table, name, rows, row_name) for name in names]
-            inputs.append(stacked(found, names, "data.stack") if self._layout.stacked else found[0])
+            inputs.append(stacked(found, names, "data.inputs") if self._layout.stacked else found[0])
         if self._weight is not None:
             weights = _tensors(table, [self._weight], row_name)[0]
             inputs.append(checked_weights(weights, self._weight, row_name))
@@ -281,8 +276,13 @@ class TableSamples(Samples):
 
 
 def _tensors(table: pa.Table, names: Sequence[str], row_name: RowName, fill: float = 0) -> list[Tensor]:
-    columns = (table.column(name).combine_chunks() for name in names)
+    columns = (table.column(name) for name in names)
     return [
-        to_tensor(numbers(column, name, row_name, fill), name)
+        to_tensor(numbers(_whole(column), name, row_name, fill), name)
         for name, column in zip(names, columns, strict=True)
     ]
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    """A column as one array, which is copied only where it has several parts."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

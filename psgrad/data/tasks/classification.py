@@ -1,4 +1,4 @@
-"""Classes, or numbers, of texts, of pairs of texts, and of their words or tokens: the tasks
+"""Classes, or numbers, of texts, of pairs of texts, and of their words: the tasks
 sequence-classification, regression and token-classification; and what a label, by name or number, means to a
 pretrained model's head.
 """
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from psgrad.config import DataConfig
 from psgrad.data.loss import IGNORED
-from psgrad.data.sources.arrow_types import is_list, is_text, require_numbers
+from psgrad.data.sources.arrow_types import is_list, require_numbers
 from psgrad.data.targets import unknown_label
 from psgrad.data.tasks.task import (
     Array,
@@ -26,7 +26,7 @@ from psgrad.data.tasks.task import (
     require_kind,
 )
 from psgrad.data.tokenizer import Encoding, Tokenizer
-from psgrad.errors import ConfigError, DataError, one_line
+from psgrad.errors import ConfigError, DataError
 from psgrad.models.pretrained import Pretrained
 from psgrad.wording import first_of
 
@@ -66,11 +66,8 @@ class HeadLabels:
         given = data.class_names
         if given is not None and len(given) != len(names):
             raise ConfigError(
-                one_line(
-                    f"data.class_names has {len(given)} names, and the model's head has {len(names)} classes",
-                    "expected "
-                    + (f"{len(names)} names" + ("" if generic else f", such as {', '.join(names[:_SHOWN])}")),
-                ),
+                f"the length of data.class_names is {len(given)}, and that of the model's head {len(names)}",
+                hint=None if generic else f"the model's are {first_of(names, _SHOWN)}",
             )
         _require_one_order(config, names)
         if given is not None and not generic:
@@ -79,7 +76,7 @@ class HeadLabels:
                 raise ConfigError(
                     f"data.class_names has {moved[0]!r} as class {given.index(moved[0])}, and the model's"
                     f" config (id2label) as class {names.index(moved[0])}; expected the model's order:"
-                    f" {', '.join(names[:_SHOWN])}",
+                    f" {first_of(names, _SHOWN)}",
                     hint="leave data.class_names out: labels by name are numbered as in the model",
                 )
         return cls(names, generic) if given is None or not generic else cls(tuple(given), False)
@@ -123,18 +120,14 @@ class HeadLabels:
         if not isinstance(value, str):
             numbers = f"a number from 0 to {len(self.names) - 1}"
             return DataError(
-                f"{where} has the label {value!r}; expected {numbers}, or {IGNORED} for a label that does"
-                " not count",
+                f"{where} has the label {value!r}; expected {numbers}, or {IGNORED} for one to ignore"
             )
         error = unknown_label(value, where, count, self.names)
         if not self.generic:
             return error
         return DataError(
             error.message,
-            hint=(
-                "the model's config has no names of its classes (id2label); list the names in"
-                " data.class_names, in the order of the model's outputs"
-            ),
+            hint="list the names in data.class_names, in the order of the model's outputs",
         )
 
     def numbers(self, rows: TextRows, column: str) -> Array:
@@ -179,16 +172,10 @@ class SequenceClassification(_OfTexts):
         super().check(schema)
         listed = is_list(schema.field(self.target).type)
         if listed != self.several:
+            several = "lists of labels: the model's problem_type is multi_label_classification"
             raise DataError(
-                one_line(
-                    f"{self.target!r} is of type {schema.field(self.target).type}",
-                    "expected "
-                    + (
-                        "lists of labels: the model's problem_type is multi_label_classification"
-                        if self.several
-                        else "one label in each row"
-                    ),
-                ),
+                f"{self.target!r} is of type {schema.field(self.target).type}; expected"
+                f" {several if self.several else 'one label in each row'}"
             )
 
     def targets(self, rows: TextRows) -> Array | None:
@@ -240,7 +227,7 @@ class Regression(_OfTexts):
             numbers = value if isinstance(value, list) else [value]
             if len(numbers) != count:
                 raise DataError(
-                    f"{rows.where(i)} has {len(numbers)} numbers in {self.target!r}; expected {count}, as"
+                    f"{rows.where(i)}: the length of {self.target!r} is {len(numbers)}; expected {count}, as"
                     " many as the model returns",
                 )
             found.append([np.nan if number is None else number for number in numbers])
@@ -250,12 +237,12 @@ class Regression(_OfTexts):
 
 
 class TokenClassification(TextTask):
-    """A class for each word of a list of words, or for each token of a text.
+    """A class for each word of a list of words.
 
     The first token of a word has the word's label, the others have -100, as have special tokens.
     """
 
-    keys: ClassVar[str] = "text, a column of lists of words (or of texts), and target, lists of their labels"
+    keys: ClassVar[str] = "text, a column of lists of words, and target, lists of their labels"
 
     most: ClassVar[int] = 1
     label_per_token: ClassVar[bool] = True
@@ -267,13 +254,12 @@ class TokenClassification(TextTask):
         self.class_names = self.labels.given
 
     def check(self, schema: pa.Schema) -> None:
-        require_kind(schema, self.text, [is_texts, is_text], "lists of words, or texts")
+        require_kind(schema, self.text, [is_texts], "a list of words in each row")
         require_kind(schema, self.target, [is_list], "a list of labels in each row")
-        if is_texts(schema.field(self.text).type) and not self.tokenizer.inner.is_fast:
+        if not self.tokenizer.inner.is_fast:
             raise DataError(
-                f"the tokenizer {type(self.tokenizer.inner).__name__} does not tell the word of a token;"
-                " expected a tokenizer with a tokenizer.json",
-                hint="give texts with a label for each token in place of lists of words",
+                f"the tokenizer {type(self.tokenizer.inner).__name__} does not tell the word of a token",
+                hint="name one with a tokenizer.json in data.tokenizer",
             )
 
     def targets(self, rows: TextRows) -> Array | None:
@@ -285,51 +271,22 @@ class TokenClassification(TextTask):
         for i, (text, labels) in enumerate(zip(texts, listed, strict=True)):
             _require_labels(text, labels, rows.where(i))
         self.labels.require_known(rows, listed)
-        words = bool(texts) and isinstance(texts[0], list)
-        tokens = self.tokenizer.encode(texts, where=rows.where, words=words)
+        tokens = self.tokenizer.encode(texts, where=rows.where, words=True)
         found = []
-        for i, (row, labels) in enumerate(zip(tokens, listed, strict=True)):
-            numbers = self.labels.of_list(labels)
-            target = (
-                _of_words(row, numbers) if words else self._of_tokens(texts[i], row, numbers, rows.where(i))
-            )
+        for row, labels in zip(tokens, listed, strict=True):
+            target = _of_words(row, self.labels.of_list(labels))
             found.append((*self.inputs_of(row), np.asarray(target, np.int64)))
         return found
 
-    def _of_tokens(self, text: str, row: Encoding, labels: list[int], where: str) -> list[int]:
-        count = row.special.count(False)
-        whole = count
-        if count != len(labels) and self.tokenizer.truncation != "error":
-            whole = self.tokenizer.length_uncut(text)  # a row that was cut has more labels than tokens
-        if whole != len(labels):
-            raise DataError(
-                f"{where} has {len(labels)} labels, and its text has {whole} tokens; expected a label for"
-                " each token, or a list of words with a label for each word",
-            )
-        if self.tokenizer.truncation == "left":
-            labels = labels[len(labels) - count :]
-        left = iter(labels)
-        return [IGNORED if special else next(left) for special in row.special]
 
-
-def _require_labels(text: Any, labels: Any, where: str) -> None:
+def _require_labels(words: Any, labels: Any, where: str) -> None:
     """Raises DataError unless a row has words, and a label for each of them."""
-    if not text or (isinstance(text, str) and not text.strip()):
-        raise DataError(
-            f"{where}: there are no words; expected words in every row",
-            hint="remove such rows",
-        )
-    if labels is None:
-        raise DataError(f"{where} has no labels; expected a list of labels in every row")
-    if isinstance(text, list) and None in text:
-        raise DataError(
-            f"{where}: the word at position {text.index(None)} is missing; expected a text for each word",
-            hint="remove such rows, or such words with their labels",
-        )
-    if isinstance(text, list) and len(labels) != len(text):
-        raise DataError(
-            f"{where} has {len(text)} words and {len(labels)} labels; expected a label for each word"
-        )
+    if not words or None in words:
+        what = f"the word at position {words.index(None)} is missing" if words else "there are no words"
+        raise DataError(f"{where}: {what}", hint="remove such rows, or such words with their labels")
+    if labels is None or len(labels) != len(words):
+        count = "no" if labels is None else len(labels)
+        raise DataError(f"{where} has {len(words)} words and {count} labels; expected a label for each word")
 
 
 def _of_words(row: Encoding, labels: list[int]) -> list[int]:

@@ -24,7 +24,7 @@ from psgrad.data.tasks.task import (
     require_text,
 )
 from psgrad.data.tokenizer import Encoding, Tokenizer, chat_tokens, require_template
-from psgrad.errors import ConfigError, DataError, one_line
+from psgrad.errors import ConfigError, DataError
 from psgrad.models.pretrained import Pretrained, shift_of
 
 
@@ -44,12 +44,10 @@ class CausalLM(TextTask):
         given = [name for name in ("text", "prompt", "messages") if getattr(data, name) is not None]
         if len(given) != 1 or len(self.texts) > 1 or data.target is not None:
             named = [*given, *(["target"] if data.target is not None else [])]
+            columns = " (two columns of text)" if len(self.texts) > 1 else ""
             raise ConfigError(
-                one_line(
-                    f"data names {', '.join(named) or 'no text'} for the task causal-lm"
-                    + (" (two columns of text)" if len(self.texts) > 1 else ""),
-                    "expected " + (self.keys),
-                ),
+                f"data names {', '.join(named) or 'no text'} for the task causal-lm{columns}; expected"
+                f" {self.keys}",
                 hint="leave target out: the labels are the text's own tokens" if data.target else None,
             )
         others = (data.prompt, data.completion, data.messages)
@@ -75,10 +73,7 @@ class CausalLM(TextTask):
             found = [(row, [True] * len(row.ids)) for row in tokens]
         for i, (row, _) in enumerate(found):
             if not row.ids:
-                raise DataError(
-                    f"{rows.where(i)} has no tokens; expected at least one token",
-                    hint="remove such rows",
-                )
+                raise DataError(f"{rows.where(i)} has no tokens", hint="remove such rows")
         return [(*self.inputs_of(row), _shifted(row.ids, counts)) for row, counts in found]
 
     def describe(self, rows: TextRows) -> str:
@@ -120,9 +115,8 @@ class CausalLM(TextTask):
             ids.pop()
         if row.ids[: len(ids)] != ids:
             raise DataError(
-                f"{rows.where(i)}: the tokens of the prompt alone do not begin those of the whole;"
-                " expected a completion that begins with a space or a line break, so that no token spans"
-                " both",
+                f"{rows.where(i)}: the tokens of the prompt alone do not begin those of the whole",
+                hint="begin completions with a space or a line break, so that no token spans both",
             )
         return len(ids)
 
@@ -157,14 +151,7 @@ def _require_role(schema: pa.Schema, name: str) -> None:
         raise DataError(
             f"the messages in {name!r} have the keys {', '.join(keys) or 'none'}; expected role (system,"
             " user, assistant) and content",
-            hint=(
-                one_line(
-                    "another form of chats, such as from and value",
-                    "rename the keys: from is role, value is content, human is user, gpt is assistant"
-                    if {"from", "value"} <= set(keys)
-                    else None,
-                )
-            ),
+            hint="rename the keys: from is role, value is content, human is user, gpt is assistant",
         )
 
 
@@ -172,13 +159,11 @@ _MASK, _RANDOM = 0.8, 0.9  # as BERT: 80 % become the mask token, 10 % another t
 
 
 class MaskedLM(TextTask):
-    """The label of a hidden token is the token; all others have -100.
-
-    With a target the text has mask tokens, and the target is the same text without them. Else tokens are
-    hidden at random, the same ones each time: the draws are by the row's tokens and data.seed.
+    """The label of a hidden token is the token; all others have -100. Tokens are hidden at random, the same
+    ones each time: the draws are by the row's tokens and data.seed.
     """
 
-    keys: ClassVar[str] = "text, a column of texts; and target where the text has mask tokens already"
+    keys: ClassVar[str] = "text, a column of texts, and no target: the labels are the text's own tokens"
 
     needed: ClassVar[tuple[str, ...]] = ("text",)
     most: ClassVar[int] = 1
@@ -187,34 +172,17 @@ class MaskedLM(TextTask):
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
         super().__init__(data, tokenizer, pretrained)
         self.mask = tokenizer.inner.mask_token_id
+        if data.target is not None:
+            raise ConfigError(f"data.target is given for the task masked-lm; expected {self.keys}")
         if self.mask is None:
             raise DataError(
                 "the tokenizer has no mask token, and the task masked-lm hides tokens with it",
                 hint="name the tokenizer of the model in data.tokenizer",
             )
 
-    def check(self, schema: pa.Schema) -> None:
-        super().check(schema)
-        if self.data.target_column is not None:
-            require_text(schema, self.data.target_column)
-
     def encode(self, rows: TextRows) -> list[EncodedRow]:
         tokens = self.tokenizer.encode(rows.texts(self.texts[0]), where=rows.where)
-        if self.data.target_column is None:
-            return [self._hidden(row) for row in tokens]
-        whole = self.tokenizer.encode(rows.texts(self.data.target_column), where=rows.where)
-        return [self._given(row, whole[i], rows.where(i)) for i, row in enumerate(tokens)]
-
-    def _given(self, row: Encoding, whole: Encoding, where: str) -> EncodedRow:
-        ids, wanted = np.asarray(row.ids, np.int64), np.asarray(whole.ids, np.int64)
-        if len(ids) != len(wanted):
-            raise DataError(
-                f"{where} has {len(ids)} tokens in {self.texts[0]!r}, and {len(wanted)} in"
-                f" {self.data.target_column!r}; expected the same text, in which a mask token stands for"
-                " each token that is hidden",
-                hint="one mask token stands for a word of several tokens",
-            )
-        return (*self.inputs_of(row), np.where(ids == self.mask, wanted, IGNORED))
+        return [self._hidden(row) for row in tokens]
 
     def _hidden(self, row: Encoding) -> EncodedRow:
         ids = np.asarray(row.ids, np.int64)

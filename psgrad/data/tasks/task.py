@@ -15,7 +15,7 @@ from psgrad.config import DataConfig
 from psgrad.data.loss import IGNORED
 from psgrad.data.sources.arrow_types import is_list, is_text
 from psgrad.data.tokenizer import Encoding, Tokenizer
-from psgrad.errors import ConfigError, DataError, one_line
+from psgrad.errors import ConfigError, DataError
 from psgrad.models.pretrained import Pretrained
 
 Array = npt.NDArray[Any]
@@ -36,6 +36,7 @@ class Field:
 
 
 TARGET = "target"
+_POSITIONS = 0, 0  # the ragged axis of a row's tokens, and its column of lengths
 EncodedRow = tuple[Array, ...]
 """The values of each field of a row, in the order of the task's fields."""
 
@@ -65,10 +66,9 @@ class TextRows:
         found = self.values(name)
         for i, text in enumerate(found):
             if text is None or (not empty and not text.strip()):
+                what = "missing" if text is None else "empty"
                 raise DataError(
-                    f"{self.where(i)}: the text in {name!r} is {'missing' if text is None else 'empty'};"
-                    " expected a text in every row",
-                    hint="remove such rows from the data",
+                    f"{self.where(i)}: the text in {name!r} is {what}", hint="remove such rows from the data"
                 )
         return found
 
@@ -80,7 +80,6 @@ class TextTask(ABC):
         keys: the keys of data that it takes, for messages.
         needed: those of them that must be there. most: how many columns of text there may be.
         fields: the tensors of a row, the target last.
-        axis: the ragged axis of each input, and its column of lengths.
         label_per_token: whether the target has a label at each position of the inputs.
         masked: whether padding is without effect on the loss where the model heeds its attention mask. It is
             not where the loss compares positions.
@@ -93,7 +92,6 @@ class TextTask(ABC):
     keys: ClassVar[str]
     needed: ClassVar[tuple[str, ...]] = ("text", "target")
     most: ClassVar[int] = 2
-    axis: ClassVar[tuple[int, int]] = (0, 0)
     label_per_token: ClassVar[bool] = False
 
     class_names: tuple[str, ...] | None = None
@@ -103,16 +101,14 @@ class TextTask(ABC):
         self.data, self.tokenizer, self.pretrained = data, tokenizer, pretrained
         missing = [name for name in self.needed if getattr(data, name) is None]
         if missing or len(self.texts) > self.most:
-            raise ConfigError(
-                one_line(
-                    f"data.{missing[0]} is missing for the task {pretrained.task}"
-                    if missing
-                    else f"data.text names {len(self.texts)} columns for the task {pretrained.task}",
-                    "expected " + (self.keys),
-                ),
+            wrong = (
+                f"data.{missing[0]} is missing" if missing else f"data.text names {len(self.texts)} columns"
             )
-        target = Field(TARGET, (self.axis,), IGNORED) if self.label_per_token else Field(TARGET)
-        self.fields = (*self.input_fields(self.axis), target)
+            raise ConfigError(f"{wrong} for the task {pretrained.task}; expected {self.keys}")
+        padding = {"input_ids": self.tokenizer.pad}
+        inputs = (Field(name, (_POSITIONS,), padding.get(name, 0)) for name in self.tokenizer.inputs)
+        target = Field(TARGET, (_POSITIONS,), IGNORED) if self.label_per_token else Field(TARGET)
+        self.fields = (*inputs, target)
 
     def check(self, schema: pa.Schema) -> None:
         """Raises DataError for a column of another type than the task takes."""
@@ -144,13 +140,8 @@ class TextTask(ABC):
         assert self.data.target_column is not None
         return self.data.target_column
 
-    def input_fields(self, *axes: tuple[int, int]) -> tuple[Field, ...]:
-        """The fields of what the tokenizer makes, with these ragged axes."""
-        padding = {"input_ids": self.tokenizer.pad}
-        return tuple(Field(name, axes, padding.get(name, 0)) for name in self.tokenizer.inputs)
-
     def inputs_of(self, row: Encoding) -> EncodedRow:
-        """The values of `input_fields`."""
+        """The values of what the tokenizer makes."""
         values = {"input_ids": row.ids, "attention_mask": [1] * len(row.ids), "token_type_ids": row.types}
         return tuple(np.asarray(values[name], np.int64) for name in self.tokenizer.inputs)
 
@@ -166,7 +157,7 @@ def require_kind(
     """Raises DataError unless a column is of one of these kinds."""
     kind = schema.field(name).type
     if not any(fits(kind) for fits in kinds):
-        raise DataError(one_line(f"{name!r} is of type {kind}", "expected " + (expected)))
+        raise DataError(f"{name!r} is of type {kind}; expected {expected}")
 
 
 def require_text(schema: pa.Schema, name: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from psgrad.engine.execution.loss_scaling import START, scaled
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.transforms import vmap
 from psgrad.engine.transforms.functional import swapped, tied_slots
@@ -61,10 +60,9 @@ class Objective:
         summary: (output, target) to small tensors worth keeping (a prediction); the default keeps nothing.
         forward: how the model is called on its inputs.
         autocast: the type in which matrix products and convolutions run, torch.bfloat16 for mixed
-            precision, or torch.float16, with scaled losses (see loss_scaling.py):
-            model and criterion run under torch.autocast, which leaves delicate operators (softmax, norms,
-            losses) in float32. Parameters, and with them their gradients, stay what they are. None runs all
-            in the parameters' type.
+            precision: model and criterion run under torch.autocast, which leaves delicate operators (softmax,
+            norms, losses) in float32. Parameters, and with them their gradients, stay what they are. None
+            runs all in the parameters' type.
 
     Attributes:
         params: name -> parameter, those that require a gradient; each tensor once, under the first of its
@@ -181,13 +179,6 @@ class Objective:
         """(loss, summary) of one sample: inputs and target without a batch axis. A loss in half
         precision comes as float32.
         """
-        if self.autocast == torch.float16:
-            return scaled(self._loss, START)(params, inputs, target)
-        return self._loss(params, inputs, target)
-
-    def _loss(
-        self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
-    ) -> Any:
         with swapped(self._slots, params), self.precision():
             output = self.output(*[x.unsqueeze(0) for x in inputs])
             value = self.loss_of(
@@ -197,8 +188,6 @@ class Objective:
             value,
             "the loss",
             "sample",
-            expected="one number per sample: a tensor of shape ()",
-            cause="the loss does not reduce over the sample's own axes, or returns more than the loss",
             hint="end the loss with .mean() or .sum(); it sees one sample, without a batch axis",
         )
         if not value.dtype.is_floating_point:
@@ -213,15 +202,13 @@ class Objective:
         return value, self.summary(output, target) if self.summary is not None else {}
 
 
-def require_number(value: Any, function: str, row: str, **parts: str) -> None:
-    """Raises LossError unless `value`, which a function returned for one row, is a tensor of shape (); parts:
-    the other sentences of the error.
-    """
-    if not isinstance(value, torch.Tensor):
-        raise LossError(f"{function} returned {type(value).__name__} for one {row}", **parts)
-    if value.dim():
-        shape = tuple(value.shape)
-        raise LossError(f"{function} returned a tensor of shape {shape} for one {row}", **parts)
+def require_number(value: Any, function: str, row: str, hint: str) -> None:
+    """Raises LossError unless `value`, which a function returned for one row, is a tensor of shape ()."""
+    if isinstance(value, torch.Tensor) and not value.dim():
+        return
+    is_tensor = isinstance(value, torch.Tensor)
+    what = f"a tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+    raise LossError(f"{function} returned {what} for one {row}; expected a tensor of shape ()", hint=hint)
 
 
 def first(output: Any) -> Any:

@@ -13,14 +13,20 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.execution.bucket_plan import positions_of
 from psgrad.engine.execution.buckets import RaggedChunks, first_rows
+from psgrad.engine.execution.chunk_memory import (
+    LARGEST_AUTO_CHUNK,
+    SHARE_OF_ROWS,
+    ChunkMemory,
+    measured_memory,
+    peak_bytes,
+)
 from psgrad.engine.execution.chunk_replay import ReplayCounts
 from psgrad.engine.execution.loading import Chunk, DeviceRows, Read, to_device
-from psgrad.engine.execution.loss_scaling import each_at_its_scale, scaled
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms
-from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
-from psgrad.engine.transforms.private_torch import tree_map
+from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.errors import ModelError, PsgradError, one_line
 from psgrad.ragged import Block, joined
 
@@ -45,7 +51,6 @@ class RowComputation:
         read: (start, stop) to the rows in between, see Stream.
         ragged: the buckets of rows that differ in length.
         randomness: as for vmap.
-        scales_losses: whether cotangents are float16, see Stream.
         counts: of the run's chunks.
         say: called with a sentence that the user should read.
 
@@ -63,12 +68,11 @@ class RowComputation:
         *,
         ragged: RaggedChunks,
         randomness: str,
-        scales_losses: bool,
         counts: ReplayCounts,
         say: Callable[[str], None],
     ) -> None:
         self.loss, self.params, self.randomness, self.say = loss, params, randomness, say
-        self.ragged, self.scales_losses, self.counts = ragged, scales_losses, counts
+        self.ragged, self.counts = ragged, counts
         reference = next(iter(params.values()))
         self.device, self.dtype = reference.device, reference.dtype
         self.retries = 0
@@ -153,34 +157,13 @@ class RowComputation:
         def found(
             params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
         ) -> Any:
-            if not self.scales_losses:
-                return once(how, self.loss, params, inputs, target)
-
-            def compute(exponent: int, rows: torch.Tensor | None, how: Callable[..., Any] = how) -> Any:
-                loss = scaled(self.loss, exponent) if exponent else self.loss
-                some = tree_map(lambda x: x if rows is None or x is None else x[rows], (inputs, target))
-                return once(how, loss, params, *some)
-
-            def norms_at(exponent: int, rows: torch.Tensor) -> torch.Tensor:
-                found: SquareNorms = compute(exponent, rows, per_sample_square_norms)
-                return found.square_norms().sqrt()
-
-            return each_at_its_scale(compute, norms_at)
-
-        def once(
-            how: Callable[..., Any],
-            of_sample: Callable[..., Any],
-            params: dict[str, torch.Tensor],
-            inputs: tuple[torch.Tensor, ...],
-            target: torch.Tensor | None,
-        ) -> Any:
             in_dims = (0, None if target is None else 0)
             passes = 0
 
             def loss(*args: Any) -> Any:
                 nonlocal passes
                 passes += 1
-                return of_sample(*args)
+                return self.loss(*args)
 
             result = how(
                 loss, params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness
@@ -192,6 +175,25 @@ class RowComputation:
             return result
 
         return found
+
+    def memory_of_chunks(self, how: Callable[..., Any], block: Block, budget: int, count: int) -> ChunkMemory:
+        """What chunks of a run over `count` rows take, where `how` (see `run`) is computed. By two chunks of
+        these rows, which are repeated for the larger one. Of rows that differ in length the longest counts.
+
+        block: rows on the device.
+        """
+        places = list(range(len(block)))
+        if block.ragged is not None and block.lengths is not None:
+            places = [int(positions_of(block.lengths.numpy(), block.ragged).argmax())]
+        compute = self.pass_of(how)
+
+        def takes(rows: int) -> int:
+            some = block.at([places[row % len(places)] for row in range(rows)])
+            given = [*some.inputs, *([] if some.target is None else [some.target])]
+            return peak_bytes(compute, self.params, some.inputs, some.target) + sum(x.nbytes for x in given)
+
+        most = min(LARGEST_AUTO_CHUNK, count // SHARE_OF_ROWS)
+        return measured_memory(takes, len(places), budget, most)
 
     def give_back(self) -> None:
         """Free the memory that is not needed."""

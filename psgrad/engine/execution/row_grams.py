@@ -5,7 +5,7 @@ As many rows as memory holds are multiplied with all others, chunk by chunk. And
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -57,30 +57,6 @@ def inner_product_operations(rows: Examples) -> float:
     on = machine(rows.device)
     seconds = inner_seconds([(each, each) for each in many], on)
     return seconds * on.product_rate(torch.float64) / count**2
-
-
-def gram_seconds(rows: Examples, clock: Callable[[], float]) -> float:
-    """The seconds that `gram_matrix` is predicted to take, from a first chunk of rows with itself."""
-    each = rows.per_sample if isinstance(rows, OutputRows) else 1
-    stop = min(rows.agreed_chunk() // each, rows.count)
-    began = clock()
-    chunk = _gradients(rows, 0, stop)
-    between = clock()
-    chunk.inner(chunk)
-    computed, pairs = between - began, clock() - between
-    chunks = rows.count / stop
-    return (2 * chunks * computed + chunks * (chunks + 1) / 2 * pairs) / rows.processes.size
-
-
-def product_seconds(rows: Examples, others: PerSampleGradients, clock: Callable[[], float]) -> float:
-    """The seconds that inner products of all rows with a few gradients are predicted to take, from a first
-    chunk of rows.
-    """
-    each = rows.per_sample if isinstance(rows, OutputRows) else 1
-    stop = min(rows.agreed_chunk() // each, rows.count)
-    began = clock()
-    _gradients(rows, 0, stop).inner(others)
-    return (clock() - began) * rows.count / stop / rows.processes.size
 
 
 def _add_products(

@@ -25,7 +25,7 @@ from psgrad.errors import SelfCheckError
 
 # Largest relative error of a whole gradient. Both sides round, so it finds mistakes and does not measure
 # precision.
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1}
 # Under autocast, autograd's own gradient says how far half precision is from float32 on a sample, which
 # depends on the model's depth and on how much cancels in the sample's gradient. Ours is as far from float32,
 # so the two differ by at most twice that; a third time is a margin. Besides, autograd stores each weight's
@@ -40,9 +40,9 @@ class SelfCheck:
     rows: the samples that were checked, in one batch. errors: for each, the larger of two relative errors: of
     the whole gradient (the norm of the difference) and of its norm as the queries compute it. Relative to the
     gradient's norm, or to a thousandth of the largest among them, so that rounding in a vanishing gradient
-    does not count as an error. NaN where the gradient is not finite on either side. rounding: under autocast,
-    how far autograd's gradient itself is from its gradient in float32, with which ours is compared where
-    products are float16; else empty. norm_rounding: then the relative errors of our norms against float32's.
+    does not count as an error. NaN where the gradient is not finite on either side. Under autocast, else
+    empty: rounding: how far autograd's gradient itself is from its gradient in float32; norm_rounding: the
+    relative errors of our norms against float32's.
     """
 
     rows: list[int]
@@ -81,11 +81,10 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
     for index, row in enumerate(rows):
         inputs, target = stream.load(row, row + 1)
         found = _SampleComparison(gradients, index)
-        own = nullcontext() if objective.autocast == torch.float16 else objective.precision()
-        _witness(objective, inputs, target, own, found.add)
+        _witness(objective, inputs, target, objective.precision(), found.add)
         norms.append(found.norm)
         apart.append(max(found.distance, abs(our_norms[index] - found.norm)))
-        if objective.autocast == torch.bfloat16:
+        if objective.autocast is not None:
             halves, exact = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
             _witness(objective, inputs, target, objective.precision(), halves.__setitem__)
             _witness(objective, inputs, target, nullcontext(), exact.__setitem__)
@@ -97,10 +96,7 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
     rounding = [
         _relative(distance, norm, norm, scale) for distance, norm in zip(rounded, norms, strict=False)
     ]
-    if objective.autocast == torch.float16:  # without scaled losses autograd would be wrong in float16
-        exact_norms = norms
-        kind, tolerances, rounding = torch.float16, [TOLERANCE[torch.float16]] * len(rows), errors
-    elif objective.autocast is not None:
+    if objective.autocast is not None:
         kind = objective.autocast
         tolerances = [
             _TIMES_THE_ROUNDING * (0.0 if math.isnan(share) else share) + torch.finfo(kind).eps

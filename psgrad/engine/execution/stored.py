@@ -24,7 +24,6 @@ from psgrad.engine.transforms.private_torch import (
     storage_key,
     tree_map,
 )
-from psgrad.engine.transforms.rules.casts import with_scaled_cotangent
 from psgrad.errors import ModelError
 
 _aten = torch.ops.aten
@@ -141,8 +140,6 @@ class Stored(Tensor):
         if not all(issubclass(each, cls) or each in (Tensor, torch.nn.Parameter) for each in types):
             return NotImplemented  # a traced tensor's level comes first
         kwargs = kwargs or {}
-        if op is with_scaled_cotangent:  # the weight itself
-            return args[0]._seen_as(args[0].view_of_source)
         if op in _VIEWS:
             return tree_map(args[0]._seen_as, op(args[0].view_of_source, *args[1:], **kwargs))
         if op is _aten._to_copy.default and set(kwargs) == {"dtype"} and kwargs["dtype"] in _FLOATS:

@@ -20,7 +20,7 @@ from psgrad import random_state
 from psgrad.engine.execution.bucket_plan import positions_of
 from psgrad.engine.execution.buckets import ModelSize, RaggedChunks
 from psgrad.engine.execution.chunk_measure import ChunkMeasure, Columns, on_the_cpu
-from psgrad.engine.execution.chunk_memory import ChunkMemory, measured_memory, peak_bytes
+from psgrad.engine.execution.chunk_memory import LARGEST_AUTO_CHUNK as LARGEST_AUTO_CHUNK
 from psgrad.engine.execution.chunk_replay import PAYS_FROM, ChunkReplay, ReplayCounts
 from psgrad.engine.execution.ladder import why_without_programs
 from psgrad.engine.execution.loading import Chunk, Loader, Read
@@ -39,10 +39,6 @@ from psgrad.errors import MeasureError, PsgradError
 from psgrad.ragged import Block
 
 _PROBE = 8
-LARGEST_AUTO_CHUNK = 1024
-# A chunk that only shows how much memory a chunk takes has at most the rows of a run divided by this.
-_SHARE_OF_ROWS = 16
-
 Positions = tuple[int, int]
 
 
@@ -65,8 +61,6 @@ class Stream(RowComputation):
             many to come; 'off' runs each by itself.
         supply: brings offloaded parameters to the device; what it keeps there is given back at need.
         recompute: switched on when memory runs out over a single row.
-        scales_losses: whether cotangents are float16, which needs another scale for some samples (see
-            loss_scaling.py). Chunks are not replayed then.
         counts: of all chunks of a run, where it has several streams.
         say: called with a sentence at each retry, and with the reason why chunks are not read ahead.
 
@@ -89,7 +83,6 @@ class Stream(RowComputation):
         capture: Literal["auto", "off"] = "auto",
         supply: Supply | None = None,
         recompute: Recompute | None = None,
-        scales_losses: bool = False,
         counts: ReplayCounts | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -105,7 +98,6 @@ class Stream(RowComputation):
             read,
             ragged=RaggedChunks(tokens, once, self.automatic, say),
             randomness=randomness,
-            scales_losses=scales_losses,
             counts=ReplayCounts() if counts is None else counts,
             say=say,
         )
@@ -117,9 +109,7 @@ class Stream(RowComputation):
         self._in_run = 0
         self._nothing_is_read = threading.Lock()
         self.replays: dict[Callable[..., Any], ChunkReplay] = {}
-        if scales_losses:
-            self.counts.add_reason("samples in float16 are scaled by their own powers of two")
-        elif capture == "off":
+        if capture == "off":
             self.counts.add_reason("engine.capture is off")
         else:
             for how in (per_sample_gradients, per_sample_square_norms):
@@ -164,25 +154,6 @@ class Stream(RowComputation):
         longest = int(positions_of(block.lengths.numpy(), block.ragged).max())
         tokens = rows * longest if tokens is None else tokens
         self.chunk_size = min(self.ragged.take(tokens, longest), LARGEST_AUTO_CHUNK)
-
-    def memory_of_chunks(self, how: Callable[..., Any], block: Block, budget: int, count: int) -> ChunkMemory:
-        """What chunks of a run over `count` rows take, where `how` (see `run`) is computed. By two chunks of
-        these rows, which are repeated for the larger one. Of rows that differ in length the longest counts.
-
-        block: rows on the device.
-        """
-        places = list(range(len(block)))
-        if block.ragged is not None and block.lengths is not None:
-            places = [int(positions_of(block.lengths.numpy(), block.ragged).argmax())]
-        compute = self.pass_of(how)
-
-        def takes(rows: int) -> int:
-            some = block.at([places[row % len(places)] for row in range(rows)])
-            given = [*some.inputs, *([] if some.target is None else [some.target])]
-            return peak_bytes(compute, self.params, some.inputs, some.target) + sum(x.nbytes for x in given)
-
-        most = min(LARGEST_AUTO_CHUNK, count // _SHARE_OF_ROWS)
-        return measured_memory(takes, len(places), budget, most)
 
     def chunk_facts(self) -> list[int]:
         """The chunk size and, where there are some, the positions: for `take_chunk_facts` elsewhere."""

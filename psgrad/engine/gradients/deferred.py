@@ -150,12 +150,12 @@ def term_of(batch: Batch, value: torch.Tensor) -> Term:
     shape = tuple(value.shape)
     if not batch.is_mapped(value):
         ones = Dense(torch.ones(batch.size, *(1,) * value.dim(), dtype=value.dtype, device=value.device))
-        return Image((Placed.plain(ones),), (value,), torch.mul, shape)
+        return Image((Placed.plain(ones),), (value,), torch.mul, shape, True)
     physical = batch.physical(value)
     coefficients = narrow(physical)
     if coefficients.shape == physical.shape:
         return Dense(physical)
-    return Image((Placed.plain(Dense(coefficients)),), (), partial(_expanded, shape), shape)
+    return Image((Placed.plain(Dense(coefficients)),), (), partial(_expanded, shape), shape, True)
 
 
 def _expanded(shape: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:

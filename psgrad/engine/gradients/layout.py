@@ -16,43 +16,22 @@ import torch
 
 @dataclass(frozen=True)
 class AxisSlice:
-    """The places of an axis in a longer one: `start`, `start + step`, ..., of `size`."""
+    """The places of an axis in a longer one: `start`, `start + 1`, ..., of `size`."""
 
     start: int
-    step: int
     size: int
-
-    def covers(self, length: int) -> bool:
-        """Whether `length` places are the whole axis."""
-        return self.step == 1 and length == self.size
-
-    def end(self, length: int) -> int:
-        return self.start + (length - 1) * self.step + 1
 
     def is_apart(self, length: int, other: AxisSlice, other_length: int) -> bool:
         """Whether `length` places of this run have none in common with those of another."""
-        if self.end(length) <= other.start or other.end(other_length) <= self.start:
-            return True
-        return (self.start - other.start) % math.gcd(self.step, other.step) != 0
+        return self.start + length <= other.start or other.start + other_length <= self.start
 
-    def narrow(self, length: int, start: int, step: int, wanted: int) -> tuple[slice, AxisSlice] | None:
+    def narrow(self, length: int, start: int, wanted: int) -> tuple[slice, AxisSlice]:
         """The intersection of `length` places of this run with `wanted` places from `start` on: its slice of
-        this run, and its run among the `wanted` places. None if the two steps are not compatible; an empty
-        slice if there is no common place.
+        this run, which may be empty, and its run among the `wanted` places.
         """
-        if step == 1:
-            first = max(0, -(-(start - self.start) // self.step))
-            last = min(length - 1, (start + wanted - 1 - self.start) // self.step)
-            return slice(first, max(last + 1, first)), AxisSlice(
-                self.start + first * self.step - start, self.step, wanted
-            )
-        if self.step == 1:
-            first = max(0, -(-(self.start - start) // step))
-            last = min(wanted - 1, (self.start + length - 1 - start) // step)
-            begin = start + first * step - self.start
-            places = slice(begin, max(begin + (last - first) * step + 1, begin), step)
-            return places, AxisSlice(first, 1, wanted)
-        return None
+        first = max(self.start, start)
+        last = max(min(self.start + length, start + wanted), first)
+        return slice(first - self.start, last - self.start), AxisSlice(first - start, wanted)
 
 
 @dataclass(frozen=True)
@@ -96,6 +75,11 @@ class AxisLayout:
         return self.window is None and self._is_ordered
 
     @property
+    def is_identity_but_for_ones(self) -> bool:
+        """Whether all elements are in the parameter's order."""
+        return self.without_ones.is_identity
+
+    @property
     def _is_ordered(self) -> bool:
         return self.order == tuple(sorted(self.order))
 
@@ -120,12 +104,12 @@ class AxisLayout:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The window, as an index into the parameter."""
-        return tuple(slice(run.start, run.end(length), run.step) for run, length in self.runs)
+        return tuple(slice(run.start, run.start + length) for run, length in self.runs)
 
     @property
     def runs(self) -> tuple[tuple[AxisSlice, int], ...]:
         """For each labelled axis its places in the parameter's, and their number."""
-        window = self.window or [AxisSlice(0, 1, size) for size in self.inner]
+        window = self.window or [AxisSlice(0, size) for size in self.inner]
         return tuple(zip(window, self.inner, strict=True))
 
     def apply(self, value: torch.Tensor, lead: int = 0) -> torch.Tensor:
@@ -138,9 +122,9 @@ class AxisLayout:
             value = value.permute(*range(lead), *(lead + i for i in self.order))
         value = value.reshape((*front, *self.inner))
         for axis, (run, at) in enumerate(zip(self.window or (), self.slices, strict=False), lead):
-            if not run.covers(value.shape[axis]):
+            if run.size != value.shape[axis]:
                 shape = [*value.shape[:axis], run.size, *value.shape[axis + 1 :]]
-                value = torch.ops.aten.slice_backward.default(value, shape, axis, at.start, at.stop, at.step)
+                value = torch.ops.aten.slice_backward.default(value, shape, axis, at.start, at.stop, 1)
         return value
 
     def invert(self, value: torch.Tensor, canonical: Sequence[int], lead: int = 0) -> torch.Tensor:
@@ -171,11 +155,11 @@ class AxisLayout:
             self.atoms, tuple(i for d in dims for i in groups[d]), tuple(self.inner[d] for d in dims), window
         )
 
-    def embed(self, dim: int, start: int, step: int, size: int) -> AxisLayout:
+    def embed(self, dim: int, start: int, size: int) -> AxisLayout:
         """The layout in a larger value, whose axis `dim` has length `size`."""
         window = [run for run, _ in self.runs]
-        window[dim] = AxisSlice(start + window[dim].start * step, window[dim].step * step, size)
-        if all(run.covers(length) for run, length in zip(window, self.inner, strict=True)):
+        window[dim] = AxisSlice(start + window[dim].start, size)
+        if all(run.size == length for run, length in zip(window, self.inner, strict=True)):
             return self.bare
         return replace(self, window=tuple(window))
 
@@ -261,40 +245,36 @@ def _reshape_window(
     return out
 
 
-def _joined(runs: Sequence[AxisSlice], lengths: Sequence[int]) -> tuple[int, int, int] | None:
-    """(start, step, length) of the places of runs along several axes in the one axis that they form."""
-    start, step, length = 0, 1, 1
+def _joined(runs: Sequence[AxisSlice], lengths: Sequence[int]) -> tuple[int, int] | None:
+    """(start, length) of the places of runs along several axes in the one axis that they form; None if they
+    are no run there.
+    """
+    start, length = 0, 1
     behind = 1  # the size of the axes so far, from the last on
     for run, count in zip(reversed(runs), reversed(lengths), strict=True):
         if count == 1:
             start += run.start * behind
-        elif length == 1:
-            start, step, length = start + run.start * behind, run.step * behind, count
-        elif start == 0 and step == 1 and length == behind and run.step == 1:
+        elif start == 0 and length == behind:
             start, length = run.start * behind, count * behind
         else:
             return None
         behind *= run.size
-    return start, step, length
+    return start, length
 
 
-def split_run(start: int, step: int, length: int, sizes: Sequence[int]) -> list[tuple[AxisSlice, int]] | None:
+def split_run(start: int, length: int, sizes: Sequence[int]) -> list[tuple[AxisSlice, int]] | None:
     """For each of the axes into which one axis of length prod(sizes) is cut, a run and its number of places.
     The product of these runs is the given run of the one axis. None if there are no such runs.
     """
     out: list[tuple[AxisSlice, int]] = []
     for place, size in enumerate(sizes):
         inner = math.prod(sizes[place + 1 :])
-        last = start + (length - 1) * step
-        if start // inner == last // inner:  # all in one
-            out.append((AxisSlice(start // inner, 1, size), 1))
-            start %= inner
-        elif step % inner == 0:  # one in each
-            out.append((AxisSlice(start // inner, step // inner, size), length))
-            start, step, length = start % inner, 1, 1
-        elif inner % step == 0 and start % inner < step and length % (inner // step) == 0:  # as many in each
-            out.append((AxisSlice(start // inner, 1, size), length * step // inner))
-            start, length = start % inner, inner // step
+        first, start = divmod(start, inner)
+        if start + length <= inner:  # all in one
+            out.append((AxisSlice(first, size), 1))
+        elif start == 0 and length % inner == 0:  # all of each
+            out.append((AxisSlice(first, size), length // inner))
+            length = inner
         else:
             return None
     return out

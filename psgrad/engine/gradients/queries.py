@@ -6,21 +6,22 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from psgrad.engine.gradients.deferred import DeferredGradient, GroupedGradient, in_order, in_short
+from psgrad.engine.gradients.deferred import DeferredGradient, GroupedGradient, in_order
 from psgrad.engine.gradients.inner.inner_products import inner_products
+from psgrad.engine.gradients.norm_results import Per, by_label, labelled
+from psgrad.engine.gradients.norm_results import SquareNorms as SquareNorms
 from psgrad.engine.gradients.projections import Projection
 from psgrad.engine.gradients.square_norms import square_norms, sum_of_squares
 from psgrad.engine.gradients.terms import accumulating, blocks
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import TransformError, one_line
 
-Per = Literal["total", "parameter", "module"]
 State = TypeVar("State")
 
 
@@ -105,7 +106,7 @@ class PerSampleGradients:
         per: 'total' over all parameters; 'parameter' as name -> [n]; 'module' as name of the module -> [n]
         ('' for parameters of the model itself).
         """
-        return _grouped(dict(self._square_norms), per)
+        return by_label(dict(self._square_norms), per)
 
     @cached_property
     def _square_norms(self) -> dict[str, torch.Tensor]:
@@ -323,78 +324,11 @@ class PerSampleGradients:
         return [name for name, gradient in self.gradients.items() if gradient.lost_at]
 
 
-@dataclass(frozen=True)
-class SquareNorms:
-    """The norms of per-sample gradients, without the gradients.
-
-    Attributes:
-        by_parameter: name -> [n] float64, the squared norms.
-        losses, aux: as in PerSampleGradients.
-        computed_as: name -> the order of contraction of its norms.
-        absolute: name -> [n] float64, `bounded_sums.absolute_sum`, to which the rounding error of norms and
-            sums is proportional; empty if not requested.
-    """
-
-    by_parameter: dict[str, torch.Tensor]
-    losses: torch.Tensor
-    aux: Any
-    computed_as: dict[str, str]
-    absolute: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of_groups(cls, parts: list[SquareNorms], groups: list[torch.Tensor]) -> SquareNorms:
-        """The norms of all samples, from those of groups of samples. groups: the places [k] of each group's
-        samples.
-        """
-        norms, losses, aux, absolute = in_order(
-            [(part.by_parameter, part.losses, part.aux, part.absolute) for part in parts], groups
-        )
-        orders = {name: in_short(part.computed_as[name] for part in parts) for name in parts[0].computed_as}
-        return cls(norms, losses, aux, orders, absolute)
-
-    def first(self, count: int) -> SquareNorms:
-        """Of the first samples alone."""
-        if count == len(self):
-            return self
-        norms, losses, aux, absolute = tree_map(
-            lambda x: x[:count], (self.by_parameter, self.losses, self.aux, self.absolute)
-        )
-        return SquareNorms(norms, losses, aux, self.computed_as, absolute)
-
-    def __len__(self) -> int:
-        return int(self.losses.shape[0])
-
-    def square_norms(self, per: Per = "total") -> Any:
-        """As PerSampleGradients.square_norms."""
-        return _grouped(self.by_parameter, per)
-
-    def describe(self) -> dict[str, str]:
-        """name -> the order of contraction of its norms."""
-        return self.computed_as
-
-    @property
-    def unfactored(self) -> list[str]:
-        """As PerSampleGradients.unfactored."""
-        return [name for name, order in self.computed_as.items() if "materialise after" in order]
-
-
-def _grouped(norms: dict[str, torch.Tensor], per: Per) -> Any:
-    """Squared norms by parameter, added up by `per`."""
-    if per == "parameter":
-        return norms
-    if per == "total":
-        return torch.stack(list(norms.values())).sum(0)
-    return {
-        owner: torch.stack([norms[name] for name in names]).sum(0)
-        for owner, names in _groups(list(norms), per).items()
-    }
-
-
 def _of_groups(names: list[str], per: Per, query: Callable[[list[str]], torch.Tensor]) -> Any:
     """A query's result for all parameters, or for each group of them by `per`."""
     if per == "total":
         return query(names)
-    return {label: query(group) for label, group in _groups(names, per).items()}
+    return {label: query(group) for label, group in labelled(names, per).items()}
 
 
 class _Products:
@@ -410,16 +344,6 @@ class _Products:
         if self.result is None:
             self.result = tree_map(lambda x: x.new_empty(self._shape), block)
         tree_map(lambda whole, x: whole.index_put_((rows.unsqueeze(1), columns), x), self.result, block)
-
-
-def _groups(names: list[str], per: Per) -> dict[str, list[str]]:
-    """label -> parameters. The label is the parameter's name, or the name of its module."""
-    if per not in ("parameter", "module"):
-        raise ValueError(f"per={per!r}: expected 'total', 'parameter' or 'module'")
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(name if per == "parameter" else name.rpartition(".")[0], []).append(name)
-    return groups
 
 
 def _materialised(gradient: DeferredGradient, n: int) -> torch.Tensor:

@@ -212,12 +212,7 @@ def _within(placed: Placed, runs: Sequence[tuple[AxisSlice, int]]) -> list[Place
         own, count = placed.layout.runs[dim]
         if own == run and count == length:
             continue
-        if own.step == run.step != 1:  # of compatible steps the common places
-            first, last = max(own.start, run.start), min(own.end(count), run.end(length))
-            places = (first, own.step, len(range(first, last, own.step)))
-        else:
-            places = (run.start, run.step, length)
-        part = narrowed(placed, dim, *places)
+        part = narrowed(placed, dim, run.start, length)
         if not part:
             return part
         (placed,) = part

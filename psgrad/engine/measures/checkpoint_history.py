@@ -18,7 +18,7 @@ from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.objective import Objective, Summary
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.measures.measure import Arrays, CheckpointModel, Measure, Setting
-from psgrad.errors import MeasureError, one_line
+from psgrad.errors import MeasureError
 
 _PREFIX = "moments"
 
@@ -221,17 +221,10 @@ def require_checkpoints(measure: Measure, setting: Setting, least: int, why: str
     count = len(setting.checkpoints)
     if count < least:
         raise MeasureError(
-            f"the measure {measure.name} looks at several checkpoints, and analyze.checkpoints lists"
-            f" {count or 'none'}; expected at least {least}: {why}",
-            hint=(
-                one_line(
-                    "model.checkpoint is the one model that everything else is measured at; it is not counted"
-                    if count < 2
-                    else None,
-                    f"list files of a training run, in order, in analyze.checkpoints; or take"
-                    f" {measure.name} out of analyze.measures",
-                )
-            ),
+            f"the measure {measure.name} takes at least {least} checkpoints ({why}), and analyze.checkpoints"
+            f" lists {count or 'none'}",
+            hint=f"list files of a training run in analyze.checkpoints; or take {measure.name} out of"
+            " analyze.measures",
         )
 
 
@@ -246,7 +239,6 @@ def require_labels(measure: Measure, setting: Setting) -> None:
     words = {"value": "a value to come near to", "custom": "a form of its own"}
     raise MeasureError(
         f"the measure {measure.name} asks whether a prediction is right, and this loss has"
-        f" {words.get(setting.kind, 'soft labels')}; expected a loss over labels: cross_entropy, nll or"
-        " token_cross_entropy with whole numbers, or bce_with_logits",
+        f" {words.get(setting.kind, 'soft labels')}, and no labels",
         hint=f"take {measure.name} out of analyze.measures; trajectory follows any loss",
     )

@@ -106,10 +106,11 @@ class Measure:
     `psgrad/engine/measures/builtin`.
 
     The samples pass once for all measures together, chunk by chunk in the order of the dataset, and `columns`
-    of each is called. For those with `looks_twice`, `columns_again` is called in a second pass, when the sums
-    over all samples are known. A column is [n], one number a sample, and becomes a column of samples.parquet;
-    or [n, ...], which is kept for `gather` (and for measures that `need` this one) and dropped. A sample
-    whose numbers are not finite gets NaN, and adds nothing to what is gathered.
+    of each is called. For those with `needs_second_pass`, `columns_again` is called in a second pass, when
+    the sums over all samples are known; nothing is gathered there. A column is [n], one number a sample, and
+    becomes a column of samples.parquet; or [n, ...], which is kept for `gather` (and for measures that `need`
+    this one) and dropped. A sample whose numbers are not finite gets NaN, and adds nothing to what is
+    gathered.
 
     A chunk may be tried more than once (memory may run out): what is gathered counts from `keep` on, and
     `state` has all of it, as tensors, so that a killed run can be resumed.
@@ -119,7 +120,8 @@ class Measure:
         formula in plain text. meanings: column -> its description, with its unit. In these and in `unit`,
         {loss} stands for the unit of the loss that is used. needs: names of measures whose columns this
         one's `gather` reads. needs_factors: whether it uses more than norms, losses and aux of a chunk.
-        looks_twice: whether it takes part in the second pass.
+        needs_second_pass: whether it takes part in the second pass. is_shown: whether results and pages have
+        it; False for one that only serves the measures that need it.
     """
 
     name: ClassVar[str] = ""
@@ -131,7 +133,8 @@ class Measure:
     meanings: ClassVar[Mapping[str, str]] = {}
     needs: ClassVar[tuple[str, ...]] = ()
     needs_factors: bool = False
-    looks_twice: bool = False
+    needs_second_pass: bool = False
+    is_shown: ClassVar[bool] = True
 
     def prepare(self, setting: Setting) -> None:
         """Called first. Raises MeasureError if the measure is not defined here (a measure of classes, and the
@@ -150,7 +153,7 @@ class Measure:
         return {}
 
     def keep(self) -> None:
-        """The last chunk of `columns` or `columns_again` is done."""
+        """The last chunk of `columns` is done."""
 
     def between(self) -> None:
         """Called between the first and the second pass, and also when a run is resumed inside the second

@@ -1,9 +1,5 @@
 """Passes over the samples after the first one: the second pass of measures that compare each sample with all,
 and the pass of a single measure.
-
-The second pass takes gradients that the first one left in memory, if there was space for them, and computes
-the others again. The chunks are the same in both cases, so the numbers are the same to the last bit, also if
-a run was interrupted.
 """
 
 from __future__ import annotations
@@ -14,168 +10,35 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.execution.chunk_measure import Columns, on_the_cpu
+from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.free_memory import free_memory
-from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.projections.projection import key_of, normals, signs, streams, words_at
-from psgrad.engine.measures.measure import Arrays, Measure
-from psgrad.engine.transforms.private_torch import storage_key
+from psgrad.engine.measures.measure import Arrays, Measure, OwnPass
 from psgrad.errors import MeasureError, TransformError, one_line
 from psgrad.ragged import Block
 
-# The free memory divided by this is for gradients that are kept for the second pass.
-_SHARE = 4
 
+def second_pass(measures: Sequence[Measure], examples: Examples) -> OwnPass:
+    """The pass in which measures that compare each sample with all compute columns of its gradient again."""
+    again = [_InSecondPass(measure) for measure in measures]
 
-class SecondPass(Measure):
-    """Runs beside the measures of the first pass, keeps its gradients, and makes the second pass.
+    def run(rows: range, chunk_size: int) -> Iterator[Columns]:
+        stream = examples.sized(chunk_size).stream
+        return stream.run(rows.stop, again, start=rows.start, materialise=True)
 
-    Args:
-        measures: those that need a second pass (`looks_twice`).
-        stream: of the samples' gradients. If it has a memory limit for a chunk, no more is kept.
-    """
-
-    needs_factors = True
-
-    def __init__(self, measures: Sequence[Measure], stream: Stream) -> None:
-        self.measures, self.stream = measures, stream
-        self._kept: dict[int, PerSampleGradients] = {}  # by the chunk's first row
-        self._left: int | None = None  # bytes
-        self._chunk: PerSampleGradients | None = None
-        self._runs: list[tuple[int, int, int]] = []  # chunks of one size: (first row, size, how many)
-        self._reached = 0
-        stream.at_need.append(self._give_back)
-
-    def columns(self, gradients: PerSampleGradients) -> Arrays:
-        self._chunk = gradients
-        return {}
-
-    def keep(self) -> None:
-        if self._chunk is None:
-            return
-        size, start = len(self._chunk), self._reached
-        first, last, times = self._runs[-1] if self._runs else (0, 0, 0)
-        if (last, first + last * times) == (size, start):
-            self._runs[-1] = (first, size, times + 1)
-        else:
-            self._runs.append((start, size, 1))
-        self._reached += size
-        if self._left is None:
-            self._left = (
-                self.stream.memory
-                if self.stream.memory is not None
-                else free_memory(self.stream.device) // _SHARE
-            )
-        self._left -= _bytes(self._chunk)
-        if self._left >= 0:
-            self._kept[start] = self._chunk
-        else:
-            self._left = 0  # the first ones stay
-        self._chunk = None
-
-    def begin(self, row: int) -> None:
-        """The next chunk of the first pass begins at this row."""
-        self._reached = row
-
-    def chunks(self) -> list[range]:
-        """The chunks of the first pass, in order."""
-        return [
-            range(row, row + size)
-            for first, size, times in sorted(self._runs)
-            for row in range(first, first + size * times, size)
-        ]
-
-    def state(self) -> Arrays:
-        return {"chunks": torch.tensor(self._runs, dtype=torch.int64).reshape(-1, 3)}
-
-    def restore(self, state: Arrays) -> None:
-        self._runs = [(first, size, times) for first, size, times in state["chunks"].tolist()]
-        first, size, times = self._runs[-1]
-        self._reached = first + size * times
-
-    def merge(self, state: Arrays) -> None:
-        self._runs = sorted(
-            [*self._runs, *((first, size, times) for first, size, times in state["chunks"].tolist())]
-        )
-
-    def run(self, rows: range) -> Iterator[Columns]:
-        """The columns of the second pass for these rows, which begin and end where chunks of the first pass
-        did. The stream's chunk size is another one afterwards.
-        """
-        measures = [_InSecondPass(measure) for measure in self.measures]
-        for size, first, last in self._pieces(rows):
-            gradients = self._kept.pop(first, None)
-            values = None if gradients is None else self._columns_of_stored(gradients, measures)
-            if values is not None:
-                yield Columns(first, last, values)
-                continue
-            self.stream.fix_chunk_size(size)
-            yield from self.stream.run(last, measures, start=first, materialise=True)
-
-    def _pieces(self, rows: range) -> Iterator[tuple[int, int, int]]:
-        """(chunk size, first row, last row + 1): stored chunks one by one, those in between in runs of one
-        size.
-        """
-        for start, size, times in self._runs:
-            waiting: int | None = None
-            end = min(start + size * times, rows.stop)
-            for first in range(start, end, size):
-                if first + size <= rows.start:
-                    continue
-                if first in self._kept and first >= rows.start:
-                    if waiting is not None:
-                        yield size, waiting, first
-                        waiting = None
-                    yield size, first, first + size
-                elif waiting is None:
-                    waiting = max(first, rows.start)
-            if waiting is not None:
-                yield size, waiting, end
-
-    def _columns_of_stored(
-        self, gradients: PerSampleGradients, measures: Sequence[_InSecondPass]
-    ) -> Arrays | None:
-        """The columns of a kept chunk; None if memory ran out."""
-        values: Arrays = {}
-        try:
-            for measure in measures:
-                values |= measure.columns(gradients)
-            values = on_the_cpu(values)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        else:
-            for measure in measures:
-                measure.keep()
-            return values
-        self._give_back()  # outside the handler, whose traceback holds tensors
-        return None
-
-    def _give_back(self) -> None:
-        self._kept.clear()
-        self._chunk, self._left = None, 0
+    return OwnPass("samples-again", run)
 
 
 class _InSecondPass:
     """A measure in its second pass, with the interface of a stream's measure."""
 
     def __init__(self, measure: Measure) -> None:
-        self.columns, self.keep, self.needs_factors = (
-            measure.columns_again,
-            measure.keep,
-            measure.needs_factors,
-        )
+        self.columns, self.needs_factors = measure.columns_again, measure.needs_factors
 
-
-def _bytes(gradients: PerSampleGradients) -> int:
-    """The bytes of these gradients: whole storages, each once, as several factors may be views of one."""
-    factors = [factor for gradient in gradients.gradients.values() for factor in gradient.factors]
-    storages = [factor.untyped_storage() for factor in factors]
-    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
+    def keep(self) -> None:
+        """Nothing is gathered."""
 
 
 Inputs = tuple[torch.Tensor, ...]

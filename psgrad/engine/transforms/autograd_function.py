@@ -75,7 +75,7 @@ class Context:
     def mark_dirty(self, *tensors: torch.Tensor) -> None:
         raise TransformError(
             f"torch.autograd.Function {self.name} writes in place into an argument"
-            f" (mark_dirty){diagnostics.where()}; expected a Function that returns new tensors",
+            f" (mark_dirty){diagnostics.where()}",
             hint="clone the argument in forward and write into the clone",
         )
 
@@ -165,8 +165,7 @@ class _Application(UserRuleCall):
         if len(cotangents) < len(shapes) or any(g is not None for g in surplus):
             raise TransformError(
                 f"{self.name}: backward returned {len(cotangents)} gradients, forward takes {len(shapes)}"
-                " arguments; expected one gradient for each argument, None for arguments that are not"
-                " tensors",
+                " arguments; expected one for each, None for what is no tensor",
             )
         return [
             (
@@ -196,9 +195,9 @@ class _Application(UserRuleCall):
         ):
             raise TransformError(
                 f"{self.name}: jvp returned tangents of shapes"
-                f" {[getattr(t, 'shape', None) for t in pushed]} for results of shapes"
-                f" {[getattr(x, 'shape', None) for x in outs]}; expected one tangent for each result, of"
-                " its shape",
+                f" {[getattr(t, 'shape', None) for t in pushed]} for"
+                f" results of shapes {[getattr(x, 'shape', None) for x in outs]}; expected the results'"
+                " shapes",
             )
         return [
             None if any(x is y for y in context.non_differentiable) else t
@@ -269,10 +268,7 @@ def _once(name: str, backward: Callable[..., Any], context: Context, cotangents:
     def refuse(*args: Any) -> Any:
         raise TransformError(
             f"the backward of {name} is differentiated, but marked @once_differentiable",
-            hint=(
-                "write the backward with differentiable operators and remove the mark; for forward mode, a"
-                " jvp of the Function is enough"
-            ),
+            hint="write it with differentiable operators and remove the mark; forward mode needs a jvp alone",
         )
 
     call = UserRuleCall(f"the backward of {name}", function, lambda *_: (None, frozenset()), refuse, refuse)

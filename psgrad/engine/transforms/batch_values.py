@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.aliasing import laid_out
 from psgrad.engine.transforms.interpreter import InterpretedTracer
+from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.private_torch import make_wrapper
 from psgrad.engine.transforms.tracer import rewritten, strides_of
 
@@ -78,7 +78,7 @@ def traced(value: Any, level: SampleAxis) -> BatchTracer:
     return tracer  # type: ignore[no-any-return]
 
 
-class SampleAxis(AdoptingLevel):
+class SampleAxis(Level):
     """A level whose tracers carry a sample axis. BatchLevel (batching.py) handles operators."""
 
     def __init__(self, size: int, randomness: str) -> None:

@@ -190,16 +190,10 @@ class BatchLevel(SampleAxis):
     def _in_place(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = facts(op)
         if operator.mutated_kwargs:
-            refuse_mutation(
-                op, "an output argument (out=)", "psgrad does not write batched results into given tensors"
-            )
+            refuse_mutation(op, "an output argument (out=)")
         for position in operator.mutated:
             if not self.owns(args[position]):
-                refuse_mutation(
-                    op,
-                    "a tensor without a sample axis, from one that has it",
-                    "each sample would need its own copy of the target",
-                )
+                refuse_mutation(op, "a tensor without a sample axis, from one that has it")
         if not any(args[position].numel() for position in operator.mutated) and not reshapes_in_place(op):
             return args[operator.mutated[0]]  # nothing is written: autograd must not count a write
         for position in operator.mutated:
@@ -208,11 +202,7 @@ class BatchLevel(SampleAxis):
                 args[position].lay_out()
         if reshapes_in_place(op):
             if not torch.is_grad_enabled() and isinstance(args[0].value, Tracer):
-                refuse_mutation(
-                    op,
-                    "a traced tensor under no_grad",
-                    "its derivative would be computed for the old shape",
-                )
+                refuse_mutation(op, "a traced tensor under no_grad")
             reshaped = functional_variant(op)(*args, **kwargs)  # type: ignore[misc]
             reshape_tracer(op, args, kwargs)
             args[0].value = reshaped.value
@@ -237,12 +227,11 @@ class BatchLevel(SampleAxis):
     def _draw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.randomness == "error":
             raise TransformError(
-                f"a random operator ({op.name()}) was called with randomness='error'{diagnostics.where()};"
-                " expected randomness='different' (a draw for each sample) or randomness='same' (one draw"
-                " for all samples)",
+                f"a random operator ({op.name()}) was called with randomness='error'{diagnostics.where()}",
                 hint=(
-                    "a dropout layer in training mode, or noise inside the loss; call model.eval(), or"
-                    " pass randomness='different' or 'same'"
+                    "call model.eval(), or pass randomness='different' (a draw for each sample) or 'same'"
+                    " (one"
+                    " draw for all samples)"
                 ),
             )
         mapped = any(self.owns(a) for a in args)
@@ -273,11 +262,7 @@ class BatchLevel(SampleAxis):
             )
         if mutated:
             if not self.owns(args[0]):
-                refuse_mutation(
-                    op,
-                    "a tensor without a sample axis, with a different draw for each sample",
-                    "one tensor can't hold the draws of several samples",
-                )
+                refuse_mutation(op, "a tensor without a sample axis, with a different draw for each sample")
             rule(self.batch, partial(self._draw_below, op), *args, **kwargs)
             return args[0]
         return self._wrap(rule(self.batch, partial(self._draw_below, op), *args, **kwargs))

@@ -156,20 +156,6 @@ def without_adoption(level: Level) -> Iterator[None]:
 
 
 @contextmanager
-def program_on(*values: Any) -> Iterator[None]:
-    """A context for a function of the user that a rule runs: only the levels of its values adopt fresh
-    tensors.
-    """
-    present: set[ActiveLevel] = set()
-    for value in values:
-        while isinstance(value, Tracer):
-            present.add(value.level)
-            value = value.below()
-    with users_program(), _adopting(False, [level for level in state.stack if level not in present]):
-        yield
-
-
-@contextmanager
 def watched_by_tape(level: GradLevel) -> Iterator[None]:
     """A context in which a stored tape also protects the values that a call uses. It does not record the
     call's operators.
@@ -197,11 +183,10 @@ def entered_again(level: Level) -> Iterator[None]:
             if divergence.level is not level:
                 raise
             raise TransformError(
-                f"samples disagree on a branch{divergence.where} in a function of the backward pass",
-                hint=(
-                    "their vmap has ended; before its end it would run the function once for each"
-                    " outcome; write the branch with torch.where"
-                ),
+                f"samples disagree on a branch{divergence.where} in a function of the backward pass,"
+                " after the end"
+                " of their vmap",
+                hint="write the branch with torch.where",
             ) from None
 
 
@@ -248,9 +233,7 @@ def _lowered(value: Any, highest: int, name: str) -> Any:
         if value.varies:  # type: ignore[attr-defined]
             if level.reads is None or level.reads.follows:
                 raise TransformError(
-                    f"{name} closes over a value that is being differentiated{diagnostics.where()};"
-                    " expected a function that takes all values on which it depends as arguments: its"
-                    " rule has derivatives in these only",
+                    f"{name} closes over a value that is being differentiated{diagnostics.where()}",
                     hint="pass the value as an argument, or detach it if its derivative is to be ignored",
                 )
             level.reads.note([value])

@@ -151,12 +151,8 @@ def _position(tracer: GradTracer) -> TapePosition:
 
 def changed(name: str) -> TransformError:
     return TransformError(
-        f"{name} computed something else when it ran again; expected a function that computes the same"
-        " from the same arguments",
-        hint=(
-            "it reads or counts something that has changed, or draws random numbers outside of PyTorch;"
-            " pass the changing value as an argument, or call the function without checkpoint"
-        ),
+        f"{name} computed something else when it ran again",
+        hint="pass what changes as an argument, and draw by PyTorch alone; or call it without checkpoint",
     )
 
 
@@ -278,11 +274,10 @@ class CallSettings:
     def _refuse_to_be_recorded(self) -> None:
         if make_fx_runs():
             raise TransformError(
-                "make_fx records a function under checkpoint that draws random numbers",
-                hint=(
-                    "both of its runs would be recorded, and would draw differently when they are"
-                    " replayed; call the function without checkpoint when it is recorded"
-                ),
+                "make_fx records a function under checkpoint that draws random numbers, and would repeat"
+                " its two"
+                " runs with different draws",
+                hint="call the function without checkpoint when it is recorded",
             )
 
 

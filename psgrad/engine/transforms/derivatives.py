@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.interpreter import InterpretedTracer
+from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -100,7 +100,7 @@ def make_tracer(kind: type[AnyTracer], value: torch.Tensor, level: DerivativeLev
     return tracer  # type: ignore[no-any-return]
 
 
-class DerivativeLevel(AdoptingLevel):
+class DerivativeLevel(Level):
     """One derivative. Subclasses define `apply`, for operators with a rule."""
 
     tracer: ClassVar[type[DerivativeTracer]]
@@ -175,14 +175,12 @@ class DerivativeLevel(AdoptingLevel):
                 name := diagnostics.running_autograd_function(inside=torch.is_grad_enabled())
             ):
                 raise TransformError(
-                    f"torch.autograd.Function {name} is used in the transformed"
-                    f" function{diagnostics.where()}; expected operators that psgrad sees; it does not see"
-                    " the backward of this Function",
+                    f"torch.autograd.Function {name} in the transformed function{diagnostics.where()},"
+                    " called past"
+                    " psgrad: its backward would not be used",
                     hint=(
-                        "the gradient would silently differ from that of the Function's backward; give"
-                        " it a setup_context, and call it as Class.apply, not by a name that was bound"
-                        " to `apply` before; or write the computation with ordinary tensor operations"
-                        " (for a checkpoint: use_reentrant=False)"
+                        "give it a setup_context and call it as Class.apply, not by a name bound to `apply`"
+                        " before; for a checkpoint: use_reentrant=False"
                     ),
                 )
         below = op
@@ -291,19 +289,10 @@ class DerivativeLevel(AdoptingLevel):
         if operator.mutated != (0,) and not operator.mutated_kwargs and decomposition_of(op) is not None:
             return decompose(op, args, kwargs)
         if operator.mutated_kwargs or operator.mutated != (0,):
-            refuse_mutation(
-                op,
-                "an output argument (out=) or several arguments",
-                "psgrad runs in-place operators out of place",
-            )
+            refuse_mutation(op, "an output argument (out=) or several arguments")
         target = args[0]
         if not self.owns(target):
-            refuse_mutation(
-                op,
-                "a tensor that the transform does not follow",
-                "the tensor was made outside the transformed function (a buffer, a cache), so the derivative"
-                " of the written value would be lost",
-            )
+            refuse_mutation(op, "a tensor made outside the transformed function (a buffer, a cache)")
         for x in args:
             if isinstance(x, DerivativeTracer) and self.owns(x):
                 self.refresh(x)
@@ -323,13 +312,9 @@ class DerivativeLevel(AdoptingLevel):
         target = args[0]
         self._refuse_if_read(target)
         if target.has_views:
-            refuse_mutation(
-                op, "a tensor that has views", "the views would be taken again from a tensor of another shape"
-            )
+            refuse_mutation(op, "a tensor that has views")
         if not self.is_on() and target.varies:
-            refuse_mutation(
-                op, "a traced tensor under no_grad", "its derivative would be computed for the old shape"
-            )
+            refuse_mutation(op, "a traced tensor under no_grad")
         self.refresh(target)
         before = self.constant(target.value)
         before.become(target)
@@ -343,11 +328,10 @@ class DerivativeLevel(AdoptingLevel):
     def _refuse_if_read(self, target: Any) -> None:
         if target.read_by is not None:
             raise TransformError(
-                f"an in-place operator writes into a value that {target.read_by} reads{diagnostics.where()}",
-                hint=(
-                    "the function runs again for its gradient, and would then read the new value; write"
-                    " into a clone, or pass the value as an argument"
-                ),
+                f"an in-place operator writes into a value that {target.read_by}"
+                f" reads{diagnostics.where()}, and would"
+                " read again for its gradient",
+                hint="write into a clone, or pass the value as an argument",
             )
 
     def _write(self, target: Any, new: Any) -> None:
@@ -358,9 +342,7 @@ class DerivativeLevel(AdoptingLevel):
             base, op, rest, kwargs, output = target.view_of
             written = write_through(op, base, new, rest, kwargs, output)
             if written is None:
-                refuse_mutation(
-                    op, f"a view made by {op}", "a write through this kind of view is not supported"
-                )
+                refuse_mutation(op, f"a view made by {op}")
             self._write(base, written)
             target.writes_seen = base.writes
         target.become(new)
@@ -380,11 +362,7 @@ def _base_of(tracer: Any) -> Any:
 
 
 def _refuse_write_outside(op: Op) -> None:
-    refuse_mutation(
-        op,
-        "a tensor from outside the transformed function",
-        "earlier operators may need the old value for their gradient, which would silently be wrong",
-    )
+    refuse_mutation(op, "a tensor from outside the transformed function")
 
 
 class Reads(Protocol):

@@ -122,24 +122,14 @@ def _subclasses(base: Any) -> Iterator[Any]:
 def batch_statistics_error(where: str) -> TransformError:
     """The error for a BatchNorm that would mix the samples."""
     return TransformError(
-        f"BatchNorm in training mode{where}; expected a layer whose output for one sample depends on that"
-        " sample only",
-        hint=(
-            "in training mode the statistics are taken over the batch, so one sample's gradient depends"
-            " on all others: there is no per-sample gradient; call model.eval() to use the running"
-            " statistics, or replace the layer by GroupNorm and train again"
-        ),
+        f"BatchNorm in training mode{where}: one sample's gradient would depend on all others",
+        hint="call model.eval() to use the running statistics, or replace it by GroupNorm and train again",
     )
 
 
 def group_of_one_error(where: str) -> TransformError:
     """The error for a GroupNorm whose groups have one value each, which PyTorch refuses for one sample."""
     return TransformError(
-        f"GroupNorm of groups that have one value each{where}; expected two values or more: PyTorch"
-        " refuses one value in each group of a single sample",
-        hint=(
-            "there are as many groups as channels, and no positions. Each value is normalised by"
-            " itself, so the output is the layer's bias, whatever the input is; use fewer groups than"
-            " channels, or leave the layer out"
-        ),
+        f"GroupNorm of groups that have one value each{where}, which PyTorch refuses for one sample",
+        hint="use fewer groups than channels, or leave the layer out: its output is its bias",
     )

@@ -143,9 +143,7 @@ def process_fresh(level: SampleAxis, op: Op, args: tuple[Any, ...], kwargs: dict
             shape = target.shape
             result = interpret(op, contents, keywords, below=level)
             if is_fresh(target, level) and target.plain.shape != shape:
-                refuse_mutation(
-                    op, "a tensor's shape", "a traced tensor keeps the shape that it was made with"
-                )
+                refuse_mutation(op, "a tensor's shape")
         if operator.returns_target:
             return target
         return result if mapped else map_tracers(lambda x: FreshTracer(x, level), result)
@@ -172,9 +170,7 @@ def _reshape(
 ) -> Any:
     """The target becomes a view of its former value."""
     if target.has_views:
-        refuse_mutation(
-            op, "a tensor that has views", "the views would be taken again from a tensor of another shape"
-        )
+        refuse_mutation(op, "a tensor that has views")
     before = FreshTracer(target.plain, level)
     before.batched, before.view_of = target.batched, target.view_of
     after = functional_variant(op)(before, *args[1:], **kwargs)  # type: ignore[misc]

@@ -267,19 +267,16 @@ def split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
 def _check_value(out: Any) -> None:
     if not isinstance(out, torch.Tensor):
         raise TransformError(
-            f"the function to differentiate returned {type(out).__name__}; expected a Tensor (a single"
-            " number)",
-            hint="return a tensor of shape (); return other results as aux, with has_aux=True",
+            f"the function to differentiate returned {type(out).__name__}; expected a Tensor of shape ()",
+            hint="return other results as aux, with has_aux=True",
         )
     if out.dim() != 0:
         raise TransformError(
             f"the function to differentiate returned a tensor of shape {tuple(out.shape)}; expected a"
-            " scalar tensor, of shape ()",
-            hint=(
-                "the loss was not reduced to one number (reduction='none'), or kept an axis of length"
-                " 1; reduce with .sum() or .mean(), or call .squeeze(); for a vector's derivatives use"
-                " vjp"
-            ),
+            " scalar tensor,"
+            " of shape ()",
+            hint="reduce the loss with .sum() or .mean() (not reduction='none'); for a vector's"
+            " derivatives use vjp",
         )
     if not out.dtype.is_floating_point:
         raise TransformError(

@@ -20,8 +20,14 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Interpreter, attachable, below_autograd
-from psgrad.engine.transforms.operators import Op
+from psgrad.engine.transforms.interpreter import (
+    Interpreter,
+    attachable,
+    below_autograd,
+    interpret,
+    run_definition,
+)
+from psgrad.engine.transforms.operators import Op, aten, facts
 from psgrad.engine.transforms.private_torch import (
     current_mode,
     forward_mode_runs,
@@ -29,32 +35,12 @@ from psgrad.engine.transforms.private_torch import (
     torch_func_runs,
     write_count,
 )
+from psgrad.engine.transforms.rules.registry import decomposition_of, is_decomposed
+from psgrad.engine.transforms.shape_checks import refuse_shapes
+from psgrad.engine.transforms.state import Divergence as Divergence
 from psgrad.engine.transforms.state import state
-from psgrad.engine.transforms.tracer import Tracer
+from psgrad.engine.transforms.tracer import Tracer, map_tracers, top_level
 from psgrad.errors import TransformError
-
-
-class Divergence(BaseException):
-    """Samples of a level disagree on a number that the function's Python code reads.
-
-    The caller of the function runs it again, for the samples of each outcome. This is not an Exception, so
-    that the function's own error handling does not catch it. If a bare `except` catches it, the level raises
-    it again at the end.
-    """
-
-    def __init__(self, level: Any, outcomes: list[Any], where: str) -> None:
-        super().__init__(f"samples disagree: {outcomes}{where}")
-        self.level = level
-        level.diverged = outcomes, where
-        self.outcomes = outcomes
-        self.where = where
-
-    def groups(self, device: torch.device) -> list[torch.Tensor]:
-        """For each outcome the indices of its samples, int64 [k], in ascending order."""
-        places: dict[Any, list[int]] = {}
-        for sample, outcome in enumerate(self.outcomes):
-            places.setdefault(outcome, []).append(sample)
-        return [torch.tensor(samples, device=device) for samples in places.values()]
 
 
 class WriteCounts:
@@ -75,9 +61,9 @@ _level_ids = itertools.count(1)
 class Level:
     """One active transform. Subclasses define its behaviour at an operator."""
 
-    # Whether it handles operators without tracers of its own: the function may write traced values into the
-    # tensors that they make.
-    adopts: bool = False
+    # Whether it makes tracers of the tensors that the user's function makes, as traced values may be written
+    # into them later. Off while a call or a rule runs below it (calls.py).
+    adopts: bool = True
     # For vmap: the outcomes of a branch on which samples disagree, and its place in the user's code.
     diverged: tuple[list[Any], str] | None = None
 
@@ -90,19 +76,48 @@ class Level:
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator of the user's function without tracers of this level or one above. Only for levels with
-        `adopts`.
-        """
-        raise NotImplementedError
-
     def adopt(self, value: torch.Tensor) -> torch.Tensor:
-        """A tracer of this level for a value from below. Only for levels with `adopts`."""
+        """A tracer of this level for a value from below."""
         raise NotImplementedError
 
     def adopt_from_below(self, value: torch.Tensor) -> torch.Tensor:
         """`adopt`, unless this level or one above has adopted the value already."""
         return value if isinstance(value, Tracer) and value.level.index >= self.index else self.adopt(value)
+
+    def write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an in-place operator on a tensor that this level does not follow."""
+        raise NotImplementedError
+
+    def lower(self, op: Op, values: Any, kwargs: Any) -> Any:
+        """The result of `op` one level below, on values below this level's tracers."""
+        return interpret(op, values, kwargs, below=self)
+
+    def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator of the function without tracers of this level or one above. A fresh
+        tensor is adopted; a view has memory from outside.
+        """
+        operator = facts(op)
+        if operator.mutated or operator.mutated_kwargs:
+            return self.write_outside(op, args, kwargs)
+        if is_decomposed(op):
+            refuse_shapes(op, args, kwargs)  # the operators of its definition may accept wrong shapes
+            return run_definition(decomposition_of(op), args, kwargs)  # type: ignore[arg-type]
+        result = self.lower_untraced(op, args, kwargs)
+        # torch.tensor(..) ends with lift_fresh, whose result is new
+        fresh = not operator.is_view or op is aten.lift_fresh.default
+        return map_tracers(self.adopt, result) if fresh else result
+
+    def lower_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result one level below. Every level adopts a fresh tensor, so that it can be written to at all
+        of them.
+        """
+        top = top_level(args, kwargs)
+        first = top.index if top is not None else 0
+        adopter = next(
+            (level for level in reversed(state.stack) if level.adopts and first < level.index < self.index),
+            None,
+        )
+        return self.lower(op, args, kwargs) if adopter is None else adopter.process_untraced(op, args, kwargs)
 
     def draws(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this level handles a random operator without tracers of its own."""
@@ -121,20 +136,16 @@ class Level:
         """The error that replaces an error of the user's function; None if it is not replaced."""
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_GRAPH):
             return TransformError(
-                f"torch.autograd or .backward() inside the transformed function{diagnostics.where(error)};"
-                " expected derivatives by transforms, which nest: grad, vjp, jvp",
-                hint="PyTorch's autograd records nothing there",
+                f"torch.autograd or .backward() inside the transformed"
+                f" function{diagnostics.where(error)}, where it"
+                " records nothing",
+                hint="use transforms, which nest: grad, vjp, jvp",
             )
         if isinstance(error, RuntimeError) and _WRITE_INTO_MULTI_VIEW in str(error):
             return TransformError(
                 "the function writes in place into one of several views that one operator"
-                f" made{diagnostics.where(error)}; expected a view that was made by itself: x[0],"
-                " x.select(..), x.narrow(..)",
-                hint=(
-                    "PyTorch's autograd records the computation, and refuses writes into results of"
-                    " unbind, split or chunk; take the view by its index, or compute a new tensor; a"
-                    " mapped function without autograd outside may write there"
-                ),
+                f" made{diagnostics.where(error)}, and PyTorch's autograd, which records it, refuses that",
+                hint="take the view by itself: x[0], x.select(..), x.narrow(..)",
             )
         return None
 
@@ -233,14 +244,10 @@ _NO_GRAPH = ("does not require grad and does not have a grad_fn", "can't retain_
 def _refuse_inside_torch_func() -> None:
     if torch_func_runs() or forward_mode_runs():
         raise TransformError(
-            "a transform of psgrad inside one of torch.func, or inside PyTorch's forward"
-            f" mode{diagnostics.where()}; expected transforms of one library; those of psgrad nest in any"
-            " order, and PyTorch's autograd may differentiate their results",
-            hint=(
-                "PyTorch's transforms would not see the operators inside: derivatives would be lost"
-                " silently; use grad, vjp, jvp, vmap, jacrev, jacfwd or hessian of"
-                " psgrad.engine.transforms for the outer transform too"
-            ),
+            f"a transform of psgrad inside one of torch.func, or inside PyTorch's forward"
+            f" mode{diagnostics.where()}:"
+            " derivatives would be lost",
+            hint="use the transform of psgrad.engine.transforms outside, too",
         )
 
 

@@ -30,7 +30,7 @@ from psgrad.engine.transforms.private_torch import (
     tree_map,
 )
 from psgrad.engine.transforms.private_torch import Op as Op
-from psgrad.errors import TransformError, one_line
+from psgrad.errors import TransformError
 
 aten = torch.ops.aten
 
@@ -218,7 +218,7 @@ def out_of_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The value that the in-place operator `op` would write, as a new tensor of the target's shape."""
     functional, target = functional_variant(op), args[0]
     if functional is None:
-        refuse_mutation(op, "a traced tensor", f"{op} has no counterpart that returns a new tensor")
+        refuse_mutation(op, "a traced tensor, and has no counterpart that returns a new tensor")
     if functional is aten.polygamma.default:  # polygamma_(x, n), but polygamma(n, x)
         args = (args[1], args[0])
     new = functional(*args, *operator_defaults(functional, len(args), kwargs), **kwargs)
@@ -252,8 +252,6 @@ def reshape_tracer(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 def refuse_mutation(
     op: Op,
     what: str,
-    cause: str,
-    expected: str = "a target that was made inside the transformed function from its inputs",
     hint: str = (
         "use the operator that returns a new tensor (x = x + y for x += y, torch.where or index_put for"
         " x[i] = y), or make the target from an input, for example x.new_zeros(...) in place of"
@@ -262,11 +260,8 @@ def refuse_mutation(
 ) -> NoReturn:
     """Raise an error for an in-place operator that psgrad can't run correctly."""
     raise TransformError(
-        one_line(
-            f"{op.name().removeprefix('aten::')} writes in place into {what}{diagnostics.where()}",
-            "expected " + (expected),
-        ),
-        hint=one_line(cause, hint),
+        f"{op.name().removeprefix('aten::')} writes in place into {what}{diagnostics.where()}",
+        hint=hint,
     )
 
 

@@ -2,9 +2,8 @@
 # mypy: implicit-reexport
 """The private names of PyTorch that psgrad uses, and the functions of PyTorch that it replaces.
 
-Other modules import from here, under a name without underscore. Each line says what the name is for, and
-`tests/engine/transforms/test_private_torch.py` has a test for each. A PyTorch without one of them is refused
-when psgrad is imported.
+Other modules import from here, under a name without underscore. Each line says what the name is for. A
+PyTorch without one of them is refused when psgrad is imported.
 """
 
 from __future__ import annotations
@@ -79,12 +78,6 @@ try:
     from torch._ops import OpOverload as Op  # the type of an operator
     from torch._ops import OpOverloadPacket  # the type of a name with several operators
     from torch._prims_common import is_non_overlapping_and_dense_or_false  # when a result keeps strides
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,  # a program without values that needs one
-        DynamicOutputShapeException,  # a program without values whose shapes depend on them
-        FakeTensor,  # a tensor without values
-        FakeTensorMode,  # runs a program on tensors without values
-    )
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # layers that mix the samples
     from torch.nn.modules.batchnorm import _NormBase as NormBase  # layers with running statistics
     from torch.utils._python_dispatch import (

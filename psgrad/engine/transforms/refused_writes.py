@@ -35,7 +35,6 @@ def read_only(values: Iterable[Any]) -> Iterator[None]:
                     op,
                     "an argument of a function with a derivative of its own (checkpoint, autograd.Function),"
                     " or a cotangent",
-                    "the function's derivative is computed with the same tensor",
                 )
 
     before = state.watchers
@@ -73,19 +72,13 @@ def refuse_overlapping_memory(op: Op, args: tuple[Any, ...]) -> None:
         if overlaps_itself(target.shape, target.stride()):
             refuse_mutation(
                 op,
-                "a tensor that has one place in memory for several elements",
-                "unfold, as_strided or expand made it; the result of several writes to one place depends on"
-                " their order",
-                expected="a target with one place in memory for each element",
+                "a tensor that has one place in memory for several elements (unfold, as_strided, expand)",
                 hint="write into a clone of it, or use the operator that returns a new tensor",
             )
         if any(_reads_other_elements(target, x) for x in args if x is not target):
             refuse_mutation(
                 op,
                 "memory that another argument reads as other elements",
-                "both are views of one tensor; whether an element is read before or after it is written"
-                " depends on the kernel",
-                expected="arguments that share no memory with the target, or are the same view of it",
                 hint="pass a clone of the argument, or use the operator that returns a new tensor",
             )
 

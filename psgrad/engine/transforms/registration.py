@@ -8,13 +8,10 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.autograd_function import Context, VmapInfo
-from psgrad.engine.transforms.calls import program_on
 from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.private_torch import OpOverloadPacket, schema_of
 from psgrad.engine.transforms.rules import registry
 from psgrad.engine.transforms.rules.registry import JointVJP, Maker
-from psgrad.engine.transforms.tracer import tensors_in
 from psgrad.errors import TransformError, UnsupportedOperatorError
 
 Makers = Mapping[int | str, Maker | None]
@@ -44,17 +41,13 @@ def register_rule(
             (docs/guides/adding-an-operator.md).
         constant: the result has zero derivative in all arguments.
         replace: whether existing rules are replaced.
-
-    Without any of these, the rules are those that `torch.library.register_autograd` and `register_vmap`
-    registered for a `custom_op`.
     """
     overload = _overload(op)
     name = overload.name()
     if facts(overload).mutated or facts(overload).mutated_kwargs:
         raise TransformError(
-            f"register_rule({name}): the operator writes into an argument; expected an operator that"
-            " returns new tensors",
-            hint="define such an operator, and call it in the mapped or differentiated function",
+            f"register_rule({name}): the operator writes into an argument; expected one that returns new"
+            " tensors",
         )
     if constant and (vjp is not None or jvp is not None):
         raise TransformError(
@@ -62,11 +55,10 @@ def register_rule(
         )
     if jvp is not None and vjp is None:
         raise TransformError(
-            f"register_rule({name}): a jvp without a vjp; expected a vjp; forward mode is its transpose,"
-            " and a jvp is an optional shortcut for that",
+            f"register_rule({name}): a jvp without a vjp; expected a vjp, whose shortcut it is"
         )
     if vjp is None and batch is None and not constant:
-        vjp, batch = _rules_of_torch(op, overload)
+        raise TransformError(f"register_rule({name}) without any rule; expected vjp, batch or constant")
     makers = vjp if vjp is None or isinstance(vjp, JointVJP) else _by_position(overload, vjp, complete=True)
     pushes = _by_position(overload, jvp or {}, complete=False)
     if (vjp is not None or constant) and (
@@ -99,9 +91,8 @@ def _overload(op: Any) -> Op:
         packet = getattr(getattr(torch.ops, namespace), base, None) if rest else None
         if packet is None or (overload and overload not in packet.overloads()):
             raise TransformError(
-                f"register_rule({op!r}): PyTorch has no operator of this name"
-                "; expected "
-                'a name such as "mine::f" or "mine::f.overload"',
+                f"register_rule({op!r}): PyTorch has no operator of this name; expected a name such as"
+                ' "mine::f" or "mine::f.overload"',
             )
         op = getattr(packet, overload) if overload else packet
     if isinstance(op, OpOverloadPacket):
@@ -150,70 +141,3 @@ def _refusal(op: Op, argument: str) -> Maker:
         )
 
     return refuse
-
-
-# -- rules from torch.library ---------------------------------------------------------------------------
-
-
-def _rules_of_torch(op: Any, overload: Op) -> tuple[JointVJP | None, Callable[..., Any] | None]:
-    """The formulas that were registered for a custom_op, as rules."""
-    backward, setup, vmap = (
-        getattr(op, name, None) for name in ("_backward_fn", "_setup_context_fn", "_vmap_fn")
-    )
-    if backward is None and vmap is None:
-        raise TransformError(
-            f"register_rule({overload.name()}) without any rule; expected vjp, batch or constant; or a"
-            " torch.library.custom_op with register_autograd or register_vmap",
-        )
-    return (
-        JointVJP(_vjp_of(overload, backward, setup)) if backward is not None else None,
-        _batch_of(overload, vmap) if vmap is not None else None,
-    )
-
-
-def _vjp_of(op: Op, backward: Callable[..., Any], setup: Callable[..., Any] | None) -> Maker:
-    def make(out: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        context = Context(op.name(), tuple(isinstance(x, torch.Tensor) for x in args))
-        if setup is not None:
-            with program_on(*tensors_in((*args, out), kwargs)):
-                setup(
-                    ctx=context,
-                    inputs=args,
-                    output=out,
-                    **({"keyword_only_inputs": kwargs} if kwargs else {}),
-                )
-
-        def pull(arrived: Any, positions: list[Any]) -> dict[Any, Any]:
-            outs, gs = (out, arrived) if isinstance(out, (tuple, list)) else ([out], [arrived])
-            given = [
-                torch.zeros_like(x) if g is None and context.materialize_grads else g
-                for g, x in zip(gs, outs, strict=True)
-            ]
-            with program_on(*tensors_in((*args, *outs, *given), kwargs)):
-                results = backward(context, *given)
-            results = results if isinstance(results, tuple) else (results,)
-            if len(results) != len(args):
-                raise TransformError(
-                    f"the backward of {op.name()} returned {len(results)} gradients for {len(args)} arguments"
-                )
-            return {p: results[p] if isinstance(p, int) else results[p[0]][p[1]] for p in positions}
-
-        return pull
-
-    return make
-
-
-def _batch_of(op: Op, vmap: Callable[..., Any]) -> Callable[..., Any]:
-    def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
-        in_dims = tuple(0 if batch.is_mapped(x) else None for x in args)
-        info = VmapInfo(batch.size, batch.level.randomness)
-        out, out_dims = vmap(info, in_dims, *[batch.raw(x) for x in args], **kwargs)
-        if not isinstance(out, tuple):
-            return _in_front(batch, out, out_dims)
-        return tuple(_in_front(batch, x, dim) for x, dim in zip(out, out_dims, strict=True))
-
-    return rule
-
-
-def _in_front(batch: Any, x: torch.Tensor, dim: int | None) -> torch.Tensor:
-    return x.unsqueeze(0).expand(batch.size, *x.shape) if dim is None else x.movedim(dim, 0)

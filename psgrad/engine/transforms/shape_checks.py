@@ -142,7 +142,6 @@ _MASKED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 _RECURRENT = (aten.gru, aten.lstm, aten.rnn_tanh, aten.rnn_relu)
 _REFUSED_BY_RULES: frozenset[Op] = frozenset(
     {
-        aten.stft.default,
         aten._grouped_mm.default,  # its kernel takes no float64, the rule does
         *[getattr(packet, overload) for packet in _RECURRENT for overload in ("input", "data")],
     }

@@ -18,6 +18,29 @@ import torch
 from psgrad.engine.transforms.operators import Op
 
 
+class Divergence(BaseException):
+    """Samples of a level disagree on a number that the function's Python code reads.
+
+    The caller of the function runs it again, for the samples of each outcome. This is not an Exception, so
+    that the function's own error handling does not catch it. If a bare `except` catches it, the level raises
+    it again at the end.
+    """
+
+    def __init__(self, level: Any, outcomes: list[Any], where: str) -> None:
+        super().__init__(f"samples disagree: {outcomes}{where}")
+        self.level = level
+        level.diverged = outcomes, where
+        self.outcomes = outcomes
+        self.where = where
+
+    def groups(self, device: torch.device) -> list[torch.Tensor]:
+        """For each outcome the indices of its samples, int64 [k], in ascending order."""
+        places: dict[Any, list[int]] = {}
+        for sample, outcome in enumerate(self.outcomes):
+            places.setdefault(outcome, []).append(sample)
+        return [torch.tensor(samples, device=device) for samples in places.values()]
+
+
 class ActiveLevel(Protocol):
     """The interface of an active transform to the interpreter."""
 

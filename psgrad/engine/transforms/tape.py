@@ -259,10 +259,7 @@ class SavedValues:
             raise TransformError(
                 f"a tensor of shape {tuple(changed.shape)} that vjp's function used was changed in place"
                 " before vjp_fn was called",
-                hint=(
-                    "an optimiser's step, or another operator that ends in an underscore; call vjp_fn"
-                    " before the change, or give the function a clone"
-                ),
+                hint="call vjp_fn before the change (an optimiser's step?), or give the function a clone",
             )
         for other in self._others:
             other.check()

@@ -41,30 +41,27 @@ def _refuse_hooks(hook: Any, function: Any, tensors: Any) -> None:
     followed = state.attached or any(isinstance(level, DerivativeLevel) for level in state.stack)
     if followed and torch.is_grad_enabled() and any(isinstance(x, Tracer) for x in tensors):
         raise TransformError(
-            f"a backward hook of a module inside the transformed function{diagnostics.where()}",
-            hint=(
-                "the hook may change the gradient, and would not run; remove the hook, or write its"
-                " change of the gradient as a torch.autograd.Function"
-            ),
+            f"a backward hook of a module inside the transformed function{diagnostics.where()} would not run",
+            hint="remove it, or write its change of the gradient as a torch.autograd.Function",
         )
 
 
 def _refuse_functional(*args: Any, **kwargs: Any) -> None:
     if state.stack:
         raise TransformError(
-            f"torch.autograd.functional inside the transformed function{diagnostics.where()}; expected"
-            " derivatives by transforms, which nest: jacrev, jacfwd, hessian, vjp, jvp",
-            hint="PyTorch's autograd records nothing there, and its derivatives would all be zero",
+            f"torch.autograd.functional inside the transformed function{diagnostics.where()}: all its"
+            " derivatives"
+            " would be zero",
+            hint="use transforms, which nest: jacrev, jacfwd, hessian, vjp, jvp",
         )
 
 
 def _refuse_forward_mode(*args: Any, **kwargs: Any) -> None:
     if state.stack:
         raise TransformError(
-            "torch.func.jvp, jacfwd, hessian or linearize inside the transformed"
-            f" function{diagnostics.where()}; expected the functions of the same name in"
-            " psgrad.engine.transforms",
-            hint="PyTorch's forward mode needs the memory of tensors, and traced tensors have none",
+            f"torch.func.jvp, jacfwd, hessian or linearize inside the transformed"
+            f" function{diagnostics.where()}",
+            hint="use the functions of the same name in psgrad.engine.transforms",
         )
 
 

@@ -72,34 +72,23 @@ class Tracer(torch.Tensor):
             weights = itertools.chain.from_iterable(layer.all_weights)
             return next((w.data_ptr() for w in weights if not isinstance(w, Tracer)), 0)
         raise TransformError(
-            f"the address of a traced tensor{diagnostics.where()}",
-            hint=(
-                "a traced tensor has no memory; a kernel that gets the address would read other memory;"
-                " make the kernel an operator (torch.library.custom_op), and give it a rule:"
-                " docs/guides/adding-an-operator.md"
-            ),
+            f"the address of a traced tensor{diagnostics.where()}: it has no memory",
+            hint="make the kernel an operator (torch.library.custom_op) with a rule:"
+            " docs/guides/adding-an-operator.md",
         )
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         if not requires_grad:
             raise TransformError(
-                f"requires_grad_(False) on a traced tensor{diagnostics.where()}",
-                hint=(
-                    "a transform differentiates the arguments in its argnums; this call would not stop"
-                    " the gradient; call .detach(), or use torch.no_grad() where the gradient should"
-                    " end"
-                ),
+                f"requires_grad_(False) on a traced tensor{diagnostics.where()} would not stop the gradient",
+                hint="call .detach(), or use torch.no_grad() where the gradient should end",
             )
         return self
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TransformError(
             f"a traced tensor can't become a NumPy array{diagnostics.where()}",
-            hint=(
-                "NumPy needs memory, and a traced tensor has none; a result of NumPy also has no"
-                " derivative; write the computation with torch, or do it outside the transformed"
-                " function"
-            ),
+            hint="write the computation with torch, or do it outside the transformed function",
         )
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,11 +104,8 @@ class Tracer(torch.Tensor):
 
     def register_hook(self, hook: Any) -> Any:
         raise TransformError(
-            f"a hook on a traced tensor{diagnostics.where()}",
-            hint=(
-                "PyTorch's autograd records nothing inside a transform, so it would never call the"
-                " hook; write the hook's change of the gradient as a torch.autograd.Function"
-            ),
+            f"a hook on a traced tensor{diagnostics.where()} would never run",
+            hint="write the change of the gradient as a torch.autograd.Function",
         )
 
     register_post_accumulate_grad_hook = register_hook
@@ -127,11 +113,8 @@ class Tracer(torch.Tensor):
 
 def refuse_new_data() -> NoReturn:
     raise TransformError(
-        f"an assignment to .data of a traced tensor{diagnostics.where()}",
-        hint=(
-            "no transform sees such an assignment, so the derivative would be wrong; write into it"
-            " under torch.no_grad() (x.copy_(y)), or use another variable"
-        ),
+        f"an assignment to .data of a traced tensor{diagnostics.where()} is not seen by transforms",
+        hint="write into it under torch.no_grad() (x.copy_(y)), or use another variable",
     )
 
 

@@ -35,11 +35,8 @@ def wrong_cotangent(name: str, g: Any, position: int, shape: torch.Size) -> Tran
     what = f"shape {tuple(g.shape)}" if isinstance(g, torch.Tensor) else f"type {kind_of(g)}"
     return TransformError(
         f"the reverse rule of {name} gave a cotangent of {what} for argument {position}, of shape"
-        f" {tuple(shape)}; expected a cotangent shaped like the argument, or None for zero",
-        hint=(
-            "if the argument was broadcast, its cotangent must be summed over the axes along which it was"
-            " repeated"
-        ),
+        f" {tuple(shape)}; expected the argument's shape, or None for zero",
+        hint="if the argument was broadcast, sum its cotangent over the repeated axes",
     )
 
 
@@ -164,12 +161,9 @@ class UserRuleCall(Call):
                 if not same:
                     raise TransformError(
                         f"forward mode of {self.name}{diagnostics.where()}, whose backward is not linear"
-                        " in the cotangents; expected a linear backward, because forward mode is its"
-                        " transpose",
-                        hint=(
-                            "the backward clips, rounds or compares the cotangents; give the function a"
-                            " rule for forward mode as well, or differentiate it in reverse mode only"
-                        ),
+                        " in the"
+                        " cotangents, and so has no transpose",
+                        hint="give the function a jvp as well, or differentiate it in reverse mode only",
                     )
         return pushed
 

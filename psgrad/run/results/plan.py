@@ -12,7 +12,7 @@ class ParameterPlan:
     """How the norms of one parameter's gradients will be computed.
 
     `terms` are the kinds of terms that the gradient is a sum of, `way` the order in which they are
-    contracted. `bytes` are a sample's, the factors that are kept and the largest intermediate. `factored` is
+    contracted. `bytes` are those of a sample's factors, which are kept. `factored` is
     False where an operator needs the value, which is then materialised for each sample.
     """
 

@@ -149,7 +149,6 @@ PROGRAMS: dict[str, Program] = {
     "one row": of(lambda x, w: x * w[1], w=(6, 4), kinds={"w": "Dense"}),
     "one matrix of a stack": of(lambda x, w: F.linear(x, w[1]), w=(3, 5, 4), kinds={"w": "Product"}),
     "columns": of(lambda x, w: F.linear(x, w[:, 1:5]), w=(5, 8), kinds={"w": "Product"}),
-    "every other column": of(lambda x, w: F.linear(x, w[:, ::2]), w=(5, 8), kinds={"w": "Product"}),
     "columns of rows": of(lambda x, w: F.linear(x, w[1:4, 2:6]), w=(6, 8), kinds={"w": "Product"}),
     "rows of a transpose": of(lambda x, w: F.linear(x, w.t()[1:4]), w=(4, 6), kinds={"w": "Product"}),
     "rows, reshaped": of(lambda x, w: F.linear(x, w.view(2, 3, 4)[1]), w=(6, 4), kinds={"w": "Product"}),
@@ -432,18 +431,6 @@ PROGRAMS: dict[str, Program] = {
         w=(5, 4),
         kinds={"w": "Product + Rows"},
     ),
-    "tied by every other row": looking_up(
-        lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:][::2]),
-        3,
-        w=(5, 4),
-        kinds={"w": "Product + Rows"},
-    ),
-    "rows of different steps": of(
-        lambda x, w: F.linear(x, w[::2]).sum() * F.linear(x.tanh(), w[::3]).sum(),
-        (2, 4),
-        w=(9, 4),
-        kinds={"w": "Product + Product"},
-    ),
     "tied by columns": looking_up(
         lambda i, w: F.linear(F.embedding(i, w).tanh()[..., :3], w[:, :3]),
         3,
@@ -636,6 +623,10 @@ def assert_queries_agree(
 
 
 LOST: dict[str, Callable[..., Tensor]] = {
+    "every other column": lambda x, w: F.linear(x[:, :2], w[:, ::2]),
+    "rows of different steps": lambda x, w: (
+        F.linear(x, w[::2]).sum() * F.linear(x.tanh(), w[::3]).sum() + F.linear(x, w[1:][::2])
+    ).mean(),
     "running sums": lambda x, w: F.linear(x, w.cumsum(0)),
     "a transform of rows": lambda x, w: F.linear(x, torch.fft.fft(w).real),
     "largest so far": lambda x, w: F.linear(x, w.cummax(0)[0]),
@@ -686,7 +677,7 @@ def test_deferral_embedding_option_refused(kind: type, option: dict[str, Any], s
             params,
             tokens(N, 2, 3, count=5),
         )
-    assert "hint: build the embedding" in str(error.value)
+    assert "build the embedding" in str(error.value)
     assert torch.equal(params["weight"], before)
 
 

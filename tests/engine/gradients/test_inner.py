@@ -203,7 +203,7 @@ def test_inner_products_disjoint_windows() -> None:
 
     def rows_of_parameter(start: int) -> DeferredGradient:
         inside = DeferredGradient.of(Product(randn(3, 1, 2, 2), randn(3, 1, 2, 5)), (2, 5))
-        layout = inside.terms[0].layout.embed(0, start, 1, 4)
+        layout = inside.terms[0].layout.embed(0, start, 4)
         return inside.with_terms([Placed(inside.terms[0].term, layout)], (4, 5))
 
     top, bottom, middle = (

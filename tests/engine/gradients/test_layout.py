@@ -99,11 +99,11 @@ def test_layout_is_identity() -> None:
 
 
 def test_layout_window_is_not_identity() -> None:
-    part = AxisLayout.identity((2, 3)).embed(0, 1, 1, 4)
+    part = AxisLayout.identity((2, 3)).embed(0, 1, 4)
     assert not part.is_identity
     assert part.bare.is_identity
     assert part.shape == (4, 3)
-    assert AxisLayout.identity((2, 3)).embed(1, 0, 1, 3) == AxisLayout.identity((2, 3))
+    assert AxisLayout.identity((2, 3)).embed(1, 0, 3) == AxisLayout.identity((2, 3))
 
 
 @given(shape=st.lists(st.integers(1, 3), min_size=1, max_size=3), data=st.data())
@@ -117,15 +117,11 @@ def test_layout_windows_as_torch(shape: list[int], data: st.DataObject) -> None:
             result, plain = layout.permute(dims), plain.permute(dims)
         elif kind == "embed" and plain.numel() < 200:
             dim = data.draw(st.integers(0, plain.dim() - 1))
-            step, start, more = (
-                data.draw(st.integers(1, 2)),
-                data.draw(st.integers(0, 2)),
-                data.draw(st.integers(0, 2)),
-            )
-            stop = start + (plain.shape[dim] - 1) * step + 1
+            start, more = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
+            stop = start + plain.shape[dim]
             wider = [stop + more if d == dim else size for d, size in enumerate(plain.shape)]
-            result = layout.embed(dim, start, step, stop + more)
-            plain = torch.zeros(wider, dtype=plain.dtype).slice_scatter(plain, dim, start, stop, step)
+            result = layout.embed(dim, start, stop + more)
+            plain = torch.zeros(wider, dtype=plain.dtype).slice_scatter(plain, dim, start, stop)
         else:
             wanted = data.draw(other_shapes(plain.numel()))
             result = layout.reshape(wanted)
@@ -146,38 +142,32 @@ def test_layout_reshape_of_window(data: st.DataObject) -> None:
     their axis made one.
     """
     rows, columns, start, more = (data.draw(st.integers(low, 3)) for low in (1, 1, 0, 0))
-    part = AxisLayout.identity((rows, columns)).embed(0, start, 1, start + rows + more)
+    part = AxisLayout.identity((rows, columns)).embed(0, start, start + rows + more)
     whole = (start + rows + more) * columns
     for wanted in ([whole], [start + rows + more, 1, columns], [1, whole]):
         assert part.reshape(wanted) is not None
 
 
-@given(start=st.integers(0, 4), step=st.integers(1, 3), length=st.integers(1, 4), data=st.data())
-def test_layout_run_within_run(start: int, step: int, length: int, data: st.DataObject) -> None:
-    run = AxisSlice(start, step, start + (length - 1) * step + 1 + data.draw(st.integers(0, 2)))
-    first, other = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 3))
-    count = data.draw(st.integers(0, 4))
-    result = run.narrow(length, first, other, count)
-    own, wanted = [start + k * step for k in range(length)], [first + k * other for k in range(count)]
-    if result is None:
-        assert step > 1
-        assert other > 1
-        return
-    at, inside = result
+@given(start=st.integers(0, 4), length=st.integers(1, 4), data=st.data())
+def test_layout_run_within_run(start: int, length: int, data: st.DataObject) -> None:
+    run = AxisSlice(start, start + length + data.draw(st.integers(0, 2)))
+    first, count = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 4))
+    at, inside = run.narrow(length, first, count)
+    own, wanted = [*range(start, start + length)], [*range(first, first + count)]
     kept = own[at]
     assert kept == [place for place in own if place in wanted]
-    assert [wanted[inside.start + k * inside.step] for k in range(len(kept))] == kept
+    assert wanted[inside.start : inside.start + len(kept)] == kept
     assert inside.size == count
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
 def test_layout_run_along_merged_axes(sizes: list[int], data: st.DataObject) -> None:
     whole = math.prod(sizes)
-    start, step = data.draw(st.integers(0, whole - 1)), data.draw(st.integers(1, 4))
-    length = data.draw(st.integers(1, (whole - 1 - start) // step + 1))
-    result = split_run(start, step, length, sizes)
+    start = data.draw(st.integers(0, whole - 1))
+    length = data.draw(st.integers(1, whole - start))
+    result = split_run(start, length, sizes)
     marked = torch.zeros(whole)
-    marked[start : start + (length - 1) * step + 1 : step] = 1
+    marked[start : start + length] = 1
     marked = marked.reshape(sizes)
     places = marked.nonzero()
     is_box = math.prod(len(places[:, d].unique()) for d in range(len(sizes))) == len(places)
@@ -185,6 +175,6 @@ def test_layout_run_along_merged_axes(sizes: list[int], data: st.DataObject) -> 
         assert not is_box
         return
     box = torch.zeros(sizes)
-    box[tuple(slice(run.start, run.end(count), run.step) for run, count in result)] = 1
+    box[tuple(slice(run.start, run.start + count) for run, count in result)] = 1
     assert torch.equal(box, marked)
     assert [run.size for run, _ in result] == sizes

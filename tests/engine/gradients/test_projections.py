@@ -154,7 +154,7 @@ def test_projection_two_sided_acts_on_factors() -> None:
         for placed in (
             Placed(product, groups),
             Placed(one, turned),
-            Placed(one, window(turned, 1, 2)),
+            Placed(one, window(turned, 1)),
             Placed.plain(table),
             Placed.plain(kernels),
         ):
@@ -197,17 +197,13 @@ def test_projection_every_term_and_layout(
     layout = AxisLayout.identity(term.shape).permute(order)
     assert layout is not None
     if data.draw(st.booleans()):  # the last axis is that of a longer parameter
-        layout = (
-            layout
-            if not layout.inner
-            else window(layout, data.draw(st.integers(0, 2)), data.draw(st.integers(1, 2)))
-        )
+        layout = layout if not layout.inner else window(layout, data.draw(st.integers(0, 2)))
     expected = projected(projection, {"p": layout.apply(value, lead=1)})
     assert_close(gradients_of([Placed(term, layout)], len(value)).project(projection), expected)
 
 
-def window(layout: AxisLayout, start: int, step: int) -> AxisLayout:
-    return layout.embed(len(layout.inner) - 1, start, step, start + step * layout.inner[-1] + 1)
+def window(layout: AxisLayout, start: int) -> AxisLayout:
+    return layout.embed(len(layout.inner) - 1, start, start + layout.inner[-1] + 1)
 
 
 def test_projection_terms_of_one_parameter_add_up() -> None:

@@ -20,6 +20,7 @@ from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.queries import PerSampleGradients
+from psgrad.engine.gradients.square_norms import reliable_square_norms
 from psgrad.engine.gradients.terms import (
     Convolution,
     Dense,
@@ -605,3 +606,36 @@ def test_dot_of_a_sample_whose_gradient_is_nan_where_padding_leaves_its_input_ou
     of_nan = gradients.materialise()["w"].isnan().flatten(1).any(1)
     assert of_nan.tolist() == [False, True, False]
     assert torch.equal(gradients.dot({"w": torch.ones_like(weight)}).isnan(), of_nan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1.0, 1e15])
+def test_image_closed_forms_of_norms(dtype: torch.dtype, scale: float) -> None:
+    """Of an outer product behind a mask, behind two, and of coefficients that are constant along an axis."""
+    mask = torch.randn(5, 6, dtype=dtype)
+    product = Product(
+        scale * torch.randn(3, 1, 1, 5, dtype=dtype), torch.randn(3, 1, 1, 6, dtype=dtype) / scale**0.5
+    )
+    layout = AxisLayout.identity((1, 5, 6)).reshape((5, 6))
+    assert layout is not None
+    plain = Placed(product, layout)
+    masked = Image((plain,), (mask,), torch.mul, (5, 6), is_elementwise=True)
+    twice = Image((Placed.plain(masked),), (mask,), torch.div, (5, 6), is_elementwise=True)
+    rows = Placed.plain(Dense(scale * torch.randn(3, 5, 1, dtype=dtype)))
+    columns = Placed.plain(Dense(scale * torch.randn(3, 1, 6, dtype=dtype)))
+    multiples = [Image((each,), (mask,), torch.mul, (5, 6), is_elementwise=True) for each in (rows, columns)]
+    for term in (masked, twice, *multiples):
+        assert term.describe() == "closed form"
+        exact = term.at(slice(None), torch.float64).materialise().flatten(1).norm(dim=1)
+        (found,) = reliable_square_norms([term])
+        torch.testing.assert_close(
+            found.sqrt(), exact, rtol=1e-6 if dtype == torch.float32 else 1e-12, atol=0
+        )
+    exact_product = product.at(slice(None), torch.float64).materialise()[:, 0]
+    for term in multiples:
+        expected = (term.at(slice(None), torch.float64).materialise() * exact_product).sum((1, 2))
+        wide = term.at(slice(None), torch.float64)
+        own, other = AxisLayout.identity((5, 6)), Placed(product.at(slice(None), torch.float64), layout)
+        products = wide.placed_products(own, other)
+        assert products is not None
+        torch.testing.assert_close(products, expected, rtol=1e-9, atol=0)

@@ -11,7 +11,6 @@ from torch import nn
 
 from psgrad.engine.influence.amounts import distance_from_minimum, is_affine
 from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED
-from psgrad.engine.influence.methods.datainf import DataInf
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.errors import InfluenceError
@@ -175,7 +174,7 @@ def test_calibration_networks_keep_ranking_damping() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [EKFAC, DataInf, Influence])
+@pytest.mark.parametrize("kind", [EKFAC, Influence])
 def test_calibration_convex_with_weight_decay_no_damping(kind: Any) -> None:
     inputs, labels = classified(30)
     training = examples(OnFeatures().double(), cross_entropy, inputs, labels)
@@ -189,12 +188,11 @@ def test_calibration_convex_with_weight_decay_no_damping(kind: Any) -> None:
     assert dampings(weight_decay=0.01, damping=0.5) == {0.5}
 
 
-@pytest.mark.parametrize("kind", [EKFAC, DataInf])
-def test_calibration_networks_damping_value(kind: Any) -> None:
+def test_calibration_networks_damping_value() -> None:
     inputs, labels = classified(30)
     training = examples(mlp(), cross_entropy, inputs, labels)
     for options in ({}, {"weight_decay": 1e-3}):
-        facts = fit(kind(**options), training).facts
+        facts = fit(EKFAC(**options), training).facts
         assert facts["damping"] == pytest.approx(
             {name: 0.1 * mean for name, mean in facts["mean_eigenvalue"].items()}
         )
@@ -224,7 +222,7 @@ def test_calibration_affine_model_of_many_outputs_has_scores_by_default() -> Non
 
 def test_calibration_units_of_methods() -> None:
     """Only scores that a fit vouches for go without a word that says otherwise."""
-    relative = {"ekfac", "trak", "projected_influence", "datainf"}
+    relative = {"ekfac", "trak", "projected_influence"}
     for name, kind in own_classes(METHODS).items():
         method = kind()
         if name in relative:

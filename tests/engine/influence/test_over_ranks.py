@@ -21,7 +21,6 @@ from psgrad.engine.influence.curvature.kronecker_factors import FactorSums, Form
 from psgrad.engine.influence.index.build import build_index, from_index
 from psgrad.engine.influence.index.stored_index import IndexSpec, describe
 from psgrad.engine.influence.method import Checkpoint, Method, row_norms
-from psgrad.engine.influence.methods.datainf import DataInf
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
 from psgrad.engine.influence.methods.influence import Influence
@@ -46,7 +45,6 @@ FITS: dict[str, Method] = {
     "at the output": Influence(solver="conjugate_gradient", damping=0.1, change="output", tolerance=1e-12),
     "ekfac": EKFAC(damping=0.1),
     "ekfac of the empirical Fisher": EKFAC(damping=0.1, fisher="empirical"),
-    "datainf": DataInf(damping=0.1),
     "gradient_dot": GradientDot(),
     "gradient_cosine": GradientCosine(),
     "tracin": TracIn(),

@@ -50,7 +50,7 @@ def scores(method: Method, counts: ReplayCounts | None, processes: Any = None) -
     return torch.cat([block.scores[""] for block in fitted.scores(queries)]).numpy()
 
 
-QUICK = ("fisher", "ekfac of the empirical Fisher", "gradient_dot", "projected_influence", "datainf")
+QUICK = ("fisher", "ekfac of the empirical Fisher", "gradient_dot", "projected_influence")
 SLOW = ("hessian", "dual", "sampled, dual")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
+from tests.engine.measures.passes import with_needed
 
 
 def measured(
@@ -20,6 +21,7 @@ def measured(
     interrupted_at: after so many rows the states are taken, and fresh measures go on from them.
     """
     setting = replace(setting, examples=setting.examples.sized(chunk_size), shared={})
+    measures = with_needed(measures)
     every = _prepared([GradientNorms(), *measures], setting)
     parts: list[dict[str, Tensor]] = []
     states, done = [], 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,8 +17,9 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.builtin.outputs import Predictions, summary_for
+from psgrad.engine.measures.mean_gradient import MeanGradient
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
-from psgrad.engine.measures.passes import SecondPass
+from psgrad.engine.measures.passes import second_pass
 from psgrad.ragged import Block
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -82,90 +83,77 @@ def measured(
     make: Callable[[], Sequence[Measure]],
     chunk_size: int | str = "auto",
     interrupted_at: int | None = None,
-    keeps: bool = True,
     seed: int = 0,
 ) -> Measured:
     """All passes over the rows.
 
     interrupted_at: each pass ends at the first chunk that reaches this row, and goes on in measures that are
-    made anew, from the state. keeps: whether gradients stay in memory for the second pass.
+    made anew, from the state.
     """
-    run = _Run(rows, make, chunk_size, keeps, seed)
-    first = run.take(
-        lambda run, start: run.stream.run(len(run.rows.inputs), run.first, start=start, materialise=True),
-        interrupted_at,
-        "first",
-    )
-    if run.again:
-        for measure in run.again:
+    setting, measures = prepared(rows, make, chunk_size, seed)
+    count, stream = len(rows.inputs), setting.examples.stream
+    parts = _until(stream.run(count, measures, materialise=True), interrupted_at)
+    states = [measure.state() for measure in measures]
+    if interrupted_at is not None:
+        size = stream.chunk_size
+        setting, measures = prepared(rows, make, chunk_size, seed)
+        stream = setting.examples.stream
+        stream.fix_chunk_size(size)
+        for measure, state in zip(measures, states, strict=True):
+            if state:
+                measure.restore(state)
+        parts += list(stream.run(count, measures, start=parts[-1].stop, materialise=True))
+    found = _joined(parts)
+    if again := [measure for measure in measures if measure.needs_second_pass]:
+        for measure in again:
             measure.between()
-        first |= run.take(
-            lambda run, start: run.second.run(range(start, len(run.rows.inputs))), interrupted_at, "again"
-        )
-    first["ok"] = torch.isfinite(first["loss"]) & torch.isfinite(first["grad_norm"])
-    return Measured(first, {measure.name: measure.gather(first) for measure in run.measures if measure.name})
+        own, size = second_pass(again, setting.examples), stream.chunk_size
+        parts = _until(own.run(range(count), size), interrupted_at)
+        if parts[-1].stop < count:
+            parts += list(own.run(range(parts[-1].stop, count), size))
+        found |= _joined(parts)
+    found["ok"] = torch.isfinite(found["loss"]) & torch.isfinite(found["grad_norm"])
+    gathered = {measure.name: measure.gather(found) for measure in measures if measure.name}
+    columns = {name: column for each in gathered.values() for name, column in each.columns.items()}
+    return Measured(found | columns, gathered)
 
 
 def gathered_bytes(rows: Rows, make: Callable[[], Measure]) -> int:
     """Bytes that a measure has gathered after its first pass."""
-    run = _Run(rows, lambda: [make()], "auto", True, 0)
-    for _ in run.stream.run(len(rows.inputs), run.first, materialise=True):
+    setting, measures = prepared(rows, lambda: [make()])
+    for _ in setting.examples.stream.run(len(rows.inputs), measures, materialise=True):
         pass
-    return sum(value.nbytes for value in run.measures[-1].state().values())
+    return sum(value.nbytes for measure in measures[2:] for value in measure.state().values())
 
 
-class _Run:
-    def __init__(
-        self, rows: Rows, make: Callable[[], Sequence[Measure]], chunk_size: int | str, keeps: bool, seed: int
-    ) -> None:
-        self.rows, self._given = rows, (make, chunk_size, keeps, seed)
-        self.make()
-
-    def make(self) -> None:
-        make, chunk_size, keeps, seed = self._given
-        setting = self.rows.setting(chunk_size, seed)
-        self.measures = [GradientNorms(), Predictions(summary_for(self.rows.kind)), *make()]
-        objective = setting.examples.objective.with_summary(partial(joined_summary, self.measures))
-        setting = replace(setting, examples=replace(setting.examples, objective=objective))
-        for measure in self.measures:
-            measure.prepare(setting)
-        self.stream = setting.examples.stream
-        self.again = [measure for measure in self.measures if measure.looks_twice]
-        self.second = SecondPass(self.again, self.stream)
-        if not keeps:
-            self.second._give_back()
-        self.first = [*self.measures, self.second] if self.again else self.measures
-        self.states: dict[str, list[dict[str, Tensor]]] = {}
-
-    def take(
-        self, run: Callable[[_Run, int], Any], interrupted_at: int | None, name: str
-    ) -> dict[str, Tensor]:
-        result: list[Columns] = []
-        which = "first" if name == "first" else "again"
-        for columns in run(self, 0):
-            result.append(columns)
-            if interrupted_at is not None and columns.stop >= interrupted_at:
-                break
-        if interrupted_at is not None and result[-1].stop < len(self.rows.inputs):
-            states, size = [measure.state() for measure in getattr(self, which)], self.stream.chunk_size
-            before = dict(self.states)
-            self.make()
-            self.states = before
-            self.stream.fix_chunk_size(size)
-            if name == "again":  # what the first pass said is known by then
-                _restore(self.first, before["first"])
-                for measure in self.again:
-                    measure.between()
-            _restore(getattr(self, which), states)
-            result += list(run(self, result[-1].stop))
-        self.states[name] = [
-            {key: value.clone() for key, value in measure.state().items()} for measure in getattr(self, which)
-        ]
-        keys = result[0].values
-        return {key: torch.cat([columns.values[key] for columns in result]) for key in keys}
+def prepared(
+    rows: Rows, make: Callable[[], Sequence[Measure]], chunk_size: int | str = "auto", seed: int = 0
+) -> tuple[Setting, list[Measure]]:
+    """The measures of a run, those that others need before them."""
+    setting, made = rows.setting(chunk_size, seed), with_needed(make())
+    measures = [GradientNorms(), Predictions(summary_for(rows.kind)), *made]
+    objective = setting.examples.objective.with_summary(partial(joined_summary, measures))
+    setting = replace(setting, examples=replace(setting.examples, objective=objective))
+    for measure in measures:
+        measure.prepare(setting)
+    return setting, measures
 
 
-def _restore(measures: Sequence[Measure], states: Sequence[dict[str, Tensor]]) -> None:
-    for measure, state in zip(measures, states, strict=True):
-        if state:
-            measure.restore(state)
+def with_needed(measures: Sequence[Measure]) -> list[Measure]:
+    """The measures, behind the mean gradient where one of them needs it."""
+    needed = any(MeanGradient.name in measure.needs for measure in measures)
+    return [MeanGradient(), *measures] if needed else [*measures]
+
+
+def _until(chunks: Iterator[Columns], row: int | None) -> list[Columns]:
+    """The chunks up to the first one that reaches this row; all of them if None."""
+    found: list[Columns] = []
+    for columns in chunks:
+        found.append(columns)
+        if row is not None and columns.stop >= row:
+            break
+    return found
+
+
+def _joined(parts: Sequence[Columns]) -> dict[str, Tensor]:
+    return {key: torch.cat([columns.values[key] for columns in parts]) for key in parts[0].values}

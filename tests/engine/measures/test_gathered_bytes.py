@@ -20,6 +20,8 @@ GATHERED: dict[str, Callable[[int, int, int], int]] = {
     "loo_mean_change": lambda p, k, c: FLOAT64 * (p + 1 + k),
     "noise_scale": lambda p, k, c: FLOAT64 * (p + 1 + k),
     "signal_to_noise": lambda p, k, c: FLOAT64 * (p + 1 + k),
+    "covariance_spectrum": lambda p, k, c: FLOAT64 * (p + 1 + k),
+    "mean_gradient": lambda p, k, c: FLOAT64 * (p + 1 + k),
     "cosine_to_class_mean": lambda p, k, c: FLOAT64 * ((c + 1) * (p + 1) + k),
 }
 # Histograms of each tensor's norms: of filled bins alone, so that the bytes depend on the norms.
@@ -27,7 +29,7 @@ HISTOGRAMS = "relative_norm"
 # They need several checkpoints or tokens, which these samples do not have; none of them gathers.
 NOT_HERE = {
     *("el2n_over_checkpoints", "forgetting", "grand", "moments", "trajectory", "vog"),
-    *("token_loss", "token_share"),
+    "token_loss",
 }
 
 

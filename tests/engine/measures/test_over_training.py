@@ -85,7 +85,7 @@ def test_history_forgetting_needs_labels(kind: str, words: str) -> None:
         MeasureError, match=f"forgetting asks whether a prediction is right, and this loss has {words}"
     ) as caught:
         Forgetting().prepare(setting)
-    assert "trajectory follows the loss itself" in str(caught.value)
+    assert "trajectory follows any loss" in str(caught.value)
 
 
 def test_history_forgetting_needs_hard_labels() -> None:

@@ -9,9 +9,9 @@ import torch
 
 from psgrad.engine.execution.buckets import ModelSize
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.measures.builtin.directions import CosineToMean
 from psgrad.engine.measures.builtin.input_attribution import InputGradient, IntegratedGradients, SmoothGrad
-from psgrad.engine.measures.measure import Measure, Setting
+from psgrad.engine.measures.mean_gradient import MeanGradient
+from psgrad.engine.measures.measure import Setting
 from psgrad.engine.measures.passes import row_pass
 from tests.engine.execution.ragged_models import Case, case
 from tests.engine.measures.own_passes import columns_of, gathered_of
@@ -83,9 +83,8 @@ def test_mean_gradient_of_ragged_rows() -> None:
     ragged = case("gpt2")
     found = {}
     for chunk_size in (5, 1):
-        here, measure = setting(ragged, chunk_size=chunk_size), CosineToMean()
+        here, measure = setting(ragged, chunk_size=chunk_size), MeanGradient()
         measure.prepare(here)
         list(here.examples.stream.run(len(LENGTHS), [measure]))
-        found[chunk_size] = measure._sums.mean
+        found[chunk_size] = measure.mean
     torch.testing.assert_close(found[5], found[1], rtol=1e-9, atol=1e-12)
-    assert isinstance(measure, Measure)

@@ -1,4 +1,4 @@
-"""Token losses and token shares, against hooks of PyTorch's autograd on one sample at a time."""
+"""Token losses, against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from psgrad.engine.measures.builtin.token_losses import TokenLoss, TokenShare
+from psgrad.engine.measures.builtin.token_losses import TokenLoss
 from psgrad.engine.measures.measure import Gathered, Measure
 from psgrad.errors import MeasureError
 from tests.engine.measures.own_passes import columns_of, gathered_of, setting_of
@@ -61,52 +61,6 @@ def measured(
     return columns, gathered_of(measure, setting, torch.arange(ROWS, 0, -1.0))
 
 
-def shares_by_hooks(model: nn.Module, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """[t]: <g_t, g> / |g|^2 of one sample, from each layer's input and the gradient of its output."""
-    seen: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
-    handles = [
-        layer.register_forward_hook(lambda layer, args, out: seen.append((layer, args[0], out)))
-        for layer in model.modules()
-        if isinstance(layer, (nn.Linear, nn.Embedding))
-    ]
-    value = loss(model(ids[None])[0], target)
-    for handle in handles:
-        handle.remove()
-    cotangents = torch.autograd.grad(value, [out for _, _, out in seen], retain_graph=True)
-    params = dict(model.named_parameters())
-    grads = dict(zip(params, torch.autograd.grad(value, list(params.values())), strict=True))
-    whole = {id(params[name]): grad for name, grad in grads.items()}
-    shares = torch.zeros(len(ids), dtype=torch.float64)
-    for (layer, given, _), cotangent in zip(seen, cotangents, strict=True):
-        grad = whole[id(layer.weight)]
-        if isinstance(layer, nn.Embedding):
-            shares += (grad[given[0]] * cotangent[0]).sum(1)
-        else:
-            shares += torch.einsum("to,oi,ti->t", cotangent[0], grad, given[0])
-    return shares / sum(grad.square().sum() for grad in grads.values())
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_token_share_equals_layer_hooks(tied: bool) -> None:
-    torch.manual_seed(0)
-    model = LanguageModel(tied).double()
-    ids, target = rows_of_text()
-    rows, gathered = measured(TokenShare(), model, ids, target)
-    expected = torch.stack([shares_by_hooks(model, *row) for row in zip(ids, target, strict=True)])
-    torch.testing.assert_close(gathered.arrays["map_0"].double(), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(rows["token_share_max"], expected.amax(1), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(rows["token_share_rest"], 1 - expected.sum(1), rtol=1e-9, atol=1e-12)
-    assert (rows["token_share_rest"] > 0).all()  # a bias and a norm have a part
-
-
-def test_token_share_sums_to_one_without_biases() -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)).double()
-    ids, target = rows_of_text(1)
-    rows, _ = measured(TokenShare(), model, ids, target)
-    torch.testing.assert_close(rows["token_share_rest"], torch.zeros(ROWS).double(), rtol=0, atol=1e-12)
-
-
 def test_token_loss_belongs_to_the_predicted_token() -> None:
     torch.manual_seed(2)
     model = LanguageModel(False).double()
@@ -142,8 +96,8 @@ def test_token_loss_refuses_a_loss_of_one_value() -> None:
         TokenLoss().prepare(setting_of(LanguageModel(False), loss, (ids,), target, kind="class"))
 
 
-def test_token_share_refuses_inputs_without_tokens() -> None:
+def test_token_loss_refuses_inputs_without_tokens() -> None:
     model = nn.Linear(LENGTH, 3)
-    setting = setting_of(model, loss, (torch.randn(ROWS, LENGTH),), torch.zeros(ROWS).long(), kind="class")
+    setting = setting_of(model, loss, (torch.randn(ROWS, LENGTH),), torch.zeros(ROWS, 3).long(), kind="token")
     with pytest.raises(MeasureError, match="found no tokens"):
-        TokenShare().prepare(setting)
+        TokenLoss().prepare(setting)

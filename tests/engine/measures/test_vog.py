@@ -149,7 +149,7 @@ def test_vog_refuses_fewer_than_three_checkpoints_and_losses_without_classes() -
     )
     with pytest.raises(
         MeasureError,
-        match=r"vog looks at several checkpoints, and analyze\.checkpoints lists 2\n.*at least 3",
+        match=r"vog takes at least 3 checkpoints .* lists 2",
     ):
         VoG().prepare(setting)
     with pytest.raises(

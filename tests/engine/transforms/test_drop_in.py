@@ -2,8 +2,7 @@
 errors.
 
 Each is a small function of the namespace `tf`, torch.func or psgrad.engine.transforms. Where the two differ
-on purpose, the table says why. What test_semantics.py, test_forward.py and test_worked_examples.py hold is
-not here again.
+on purpose, the table says why. What test_semantics.py and test_forward.py hold is not here again.
 """
 
 from __future__ import annotations

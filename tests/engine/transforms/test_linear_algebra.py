@@ -342,7 +342,7 @@ def test_istft_inverts_stft() -> None:
 )
 def test_stft_wrong_window_refused(options: dict[str, Any]) -> None:
     arguments = {"n_fft": 16, "center": False, "return_complex": True, **options}
-    with pytest.raises(TransformError, match="stft with n_fft=16"):
+    with pytest.raises(RuntimeError, match=r"stft|window tensor"):
         vmap(lambda x: torch.stft(x, **arguments))(draws(3, 50))
 
 

@@ -70,30 +70,6 @@ def test_registered_rule_own_jvp() -> None:
     agree(jvp(lambda y: opaque(X[0], y), (Y,), (X[1],))[1], 3 * slopes(X[0], Y)[1] * X[1])
 
 
-@pytest.mark.parametrize("nest", NESTS)
-def test_registered_rule_from_torch_library(nest: str) -> None:
-    def backward(ctx: Any, g: Tensor, h: Tensor) -> Any:
-        x, y = ctx.saved_tensors
-        in_x, in_y = slopes(x, y)
-        return summed(3 * g * in_x, x), summed(3 * g * in_y, y), None
-
-    told.register_autograd(
-        backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2])
-    )
-
-    def batched(info: Any, in_dims: Any, x: Tensor, y: Tensor, scale: float) -> Any:
-        a, b = (v if d is None else v.movedim(d, -1) for v, d in zip((x, y), in_dims, strict=False))
-        a, b = (
-            v.unsqueeze(-1).expand(*v.shape, info.batch_size) if d is None else v
-            for v, d in zip((a, b), in_dims, strict=False)
-        )
-        return told(a.contiguous(), b.contiguous(), scale), (-1, -1)
-
-    told.register_vmap(batched)
-    register_rule(told)
-    agree(NESTS[nest](transforms, lambda x, y: told(x, y, 2.0)[0]), NESTS[nest](torch.func, plain), 3.0)
-
-
 def test_registered_rule_constant() -> None:
     register_rule(opaque, constant=True, batch=elementwise_batch)
     agree(vmap(grad(lambda x: (opaque(x, Y) * x).sum()))(X), plain(X, Y))

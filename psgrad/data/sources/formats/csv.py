@@ -29,6 +29,8 @@ _NOT_CONVERTED = re.compile(
     r"In CSV column #(\d+): (?:Row #(\d+): )?CSV conversion error .*invalid value (.*)"
 )
 
+_LIST = re.compile(r"""['"]?(\s*\[.*|[-+.\deE]+([\s,;]+[-+.\deE]+)+\s*)['"]?""", re.DOTALL)
+
 
 class CSV(Source):
     """A table of text, comma-separated, with the names of the columns in its first line."""
@@ -122,7 +124,10 @@ def _wider(
     if name in roles.labels:
         return name, pa.string()
     where = "a row" if row is None else f"row {int(row) - 2}"  # Arrow counts the header too, and from 1
-    raise not_numbers(name, "text", f"{where} holds {value} in {path}") from error
+    example = f"{where} holds {value} in {path}"
+    if _LIST.fullmatch(value):
+        raise not_numbers(name, "text", example, "for lists write jsonl, parquet or arrow") from error
+    raise not_numbers(name, "text", example) from error
 
 
 def _trimmed(cells: pa.Array) -> pa.Array:

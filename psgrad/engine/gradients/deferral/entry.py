@@ -85,7 +85,7 @@ def _embedding_backward(
 # -- parts of a parameter, whose gradient is zero elsewhere --------------------------------------------------
 
 
-def _in_part(batch: Batch, g: torch.Tensor, dim: int, start: int, step: int, size: int) -> Any:
+def _in_part(batch: Batch, g: torch.Tensor, dim: int, start: int, size: int) -> Any:
     """A stored value in a window, unless it is a vector."""
     shape = list(g.shape)
     if not batch.is_mapped(g) or len(shape) < 2 or shape[dim] == size or not g.numel() or g.dtype.is_complex:
@@ -94,21 +94,22 @@ def _in_part(batch: Batch, g: torch.Tensor, dim: int, start: int, step: int, siz
     if sum(length > 1 for length in shape) < 2:
         return NotImplemented
     term = Dense(batch.physical(g))
-    layout = AxisLayout.identity(term.shape).embed(dim, start, step, size)
+    layout = AxisLayout.identity(term.shape).embed(dim, start, size)
     return DeferredGradient((Placed(term, layout),), torch.Size(shape), g.dtype, g.device)
 
 
 def _slice_backward(
     batch: Batch, op: Op, g: torch.Tensor, shape: Sequence[int], dim: int, start: int, end: int, step: int
 ) -> Any:
-    return _in_part(batch, g, wrap_dim(dim, len(shape)), start, step, shape[dim])
+    dim = wrap_dim(dim, len(shape))
+    return NotImplemented if step != 1 else _in_part(batch, g, dim, start, shape[dim])
 
 
 def _select_backward(
     batch: Batch, op: Op, g: torch.Tensor, shape: Sequence[int], dim: int, index: int
 ) -> Any:
     dim = wrap_dim(dim, len(shape))
-    return _in_part(batch, aten.unsqueeze.default(g, dim), dim, index % shape[dim], 1, shape[dim])
+    return _in_part(batch, aten.unsqueeze.default(g, dim), dim, index % shape[dim], shape[dim])
 
 
 def _index_select_backward(

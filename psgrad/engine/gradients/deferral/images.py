@@ -51,6 +51,28 @@ _IN_THE_FIRST: tuple[Op, ...] = (
     aten.hardtanh_backward.default,
     aten.hardsigmoid_backward.default,
 )
+# Operators that multiply each element of a value, repeated or not, with a number that does not depend on it.
+_ELEMENTWISE: frozenset[Op] = frozenset(
+    (
+        aten.expand.default,
+        aten.tril.default,
+        aten.triu.default,
+        aten.div.Tensor,
+        aten.mul.Tensor,
+        aten.masked_fill.Scalar,
+        aten.where.self,
+        aten.where.ScalarOther,
+        aten.where.ScalarSelf,
+        aten.tanh_backward.default,
+        aten.sigmoid_backward.default,
+        aten.threshold_backward.default,
+        aten.gelu_backward.default,
+        aten.silu_backward.default,
+        aten.softplus_backward.default,
+        aten.hardtanh_backward.default,
+        aten.hardsigmoid_backward.default,
+    )
+)
 # For each operator, the places of arguments in which it is linear, each with the place of another argument
 # that has to be zero then.
 LINEAR: dict[Op, dict[int, int | None]] = {
@@ -100,7 +122,7 @@ def image(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: 
     if floating and not are_finite(*floating):  # zeros times infinity are NaN, which a sum would hide
         return NotImplemented
     terms = tuple(merged(value.terms)) if len(value.terms) > 1 else value.terms
-    found = Image(terms, tuple(shared), linear, tuple(shape))
+    found = Image(terms, tuple(shared), linear, tuple(shape), op in _ELEMENTWISE)
     if shape.numel() == 1:
         ones = torch.ones(shape, dtype=value.dtype, device=value.device)
         small: Term = Dense(found.dot(ones).reshape(-1, *shape))
@@ -134,7 +156,7 @@ def image_of_product(
     """
     linear = partial(applied, op, place, _without_tensors(args), {})
     inner = Placed.plain(Dense(coefficients))
-    return DeferredGradient.of(Image((inner,), (args[1 - place],), linear, tuple(shape)), shape)
+    return DeferredGradient.of(Image((inner,), (args[1 - place],), linear, tuple(shape), True), shape)
 
 
 def applied(op: Op, place: int, args: Any, kwargs: Any, value: torch.Tensor, *shared: torch.Tensor) -> Any:

@@ -66,15 +66,15 @@ def permuted(value: DeferredGradient, dims: list[int]) -> Any:
     return relabelled(value, [placed.layout.permute(dims) for placed in value.terms])
 
 
-def narrowed(batch: Batch, value: DeferredGradient, dim: int, start: int, step: int, length: int) -> Any:
+def narrowed(batch: Batch, value: DeferredGradient, dim: int, start: int, length: int) -> Any:
     if length == value.shape[dim]:
         return value
     shape = [length if d == dim else size for d, size in enumerate(value.shape)]
-    return of_each(batch, value, shape, lambda placed: placed_maps.narrowed(placed, dim, start, step, length))
+    return of_each(batch, value, shape, lambda placed: placed_maps.narrowed(placed, dim, start, length))
 
 
-def embedded(value: DeferredGradient, dim: int, start: int, step: int, size: int) -> Any:
-    return relabelled(value, [placed.layout.embed(dim, start, step, size) for placed in value.terms])
+def embedded(value: DeferredGradient, dim: int, start: int, size: int) -> Any:
+    return relabelled(value, [placed.layout.embed(dim, start, size) for placed in value.terms])
 
 
 def scaled(value: DeferredGradient, factor: float) -> DeferredGradient:

@@ -76,13 +76,13 @@ def _slice(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     dim, start, end, step = given + [0, None, None, 1][len(given) :]
     dim = wrap_dim(dim, len(value.shape))
     first, last, step = slice(start, end, step).indices(value.shape[dim])
-    return narrowed(batch, value, dim, first, step, len(range(first, last, step)))
+    return NotImplemented if step != 1 else narrowed(batch, value, dim, first, max(last - first, 0))
 
 
 def _select(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     value, (dim, index) = deferred[0], args[1:]
     dim = wrap_dim(dim, len(value.shape))
-    part = narrowed(batch, value, dim, index % value.shape[dim], 1, 1)
+    part = narrowed(batch, value, dim, index % value.shape[dim], 1)
     return (
         part
         if part is NotImplemented
@@ -92,14 +92,16 @@ def _select(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
 
 def _slice_backward(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     _, shape, dim, start, _, step = args
-    return embedded(deferred[0], wrap_dim(dim, len(shape)), start, step, shape[dim])
+    return (
+        NotImplemented if step != 1 else embedded(deferred[0], wrap_dim(dim, len(shape)), start, shape[dim])
+    )
 
 
 def _select_backward(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     _, shape, dim, index = args
     dim = wrap_dim(dim, len(shape))
     value = reshaped(deferred[0], [1 if d == dim else size for d, size in enumerate(shape)])
-    return value if value is NotImplemented else embedded(value, dim, index % shape[dim], 1, shape[dim])
+    return value if value is NotImplemented else embedded(value, dim, index % shape[dim], shape[dim])
 
 
 def _pad(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
@@ -110,10 +112,10 @@ def _pad(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     for axis in range(len(pad) // 2):
         dim, (before, behind) = len(value.shape) - 1 - axis, pad[2 * axis : 2 * axis + 2]
         length = value.shape[dim] + min(before, 0) + min(behind, 0)
-        value = narrowed(batch, value, dim, max(-before, 0), 1, length)
+        value = narrowed(batch, value, dim, max(-before, 0), length)
         if value is NotImplemented:
             return value
-        value = embedded(value, dim, max(before, 0), 1, length + max(before, 0) + max(behind, 0))
+        value = embedded(value, dim, max(before, 0), length + max(before, 0) + max(behind, 0))
         if value is NotImplemented:
             return value
     return value
@@ -129,7 +131,7 @@ def _cat(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: A
     for tensor, value in zip(tensors, deferred, strict=True):
         if tensor.numel():
             terms += [
-                Placed(p.term, p.layout.embed(dim, start, 1, size)) for p in terms_of(batch, tensor, value)
+                Placed(p.term, p.layout.embed(dim, start, size)) for p in terms_of(batch, tensor, value)
             ]
         start += tensor.shape[dim]
     first = next(w for w in deferred if w is not None)

@@ -52,7 +52,7 @@ class ParameterIndices:
             run, count = window[axis], 1
             while left and (count < layout.inner[axis] or layout.atoms[left[0]] == 1):
                 atom = left.pop(0)
-                steps[atom] = behind * (run.step or 1) * count
+                steps[atom] = behind * count
                 count *= layout.atoms[atom]
             first += behind * run.start
             behind *= layout.shape[axis]

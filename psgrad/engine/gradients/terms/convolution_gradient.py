@@ -24,7 +24,6 @@ from psgrad.engine.gradients.terms.numerics import (
     accumulating_dtype,
     block_bytes,
     blocks,
-    norms_at_least,
     of_one_dtype,
     square_norm,
     sum_of_products,
@@ -147,11 +146,10 @@ class Convolution(Term):
         return self._numbers().positions
 
     def absolute_sums(self) -> torch.Tensor:
-        """As Term.absolute_sums, by the Cauchy-Schwarz inequality over positions. The number of patches with
-        one pixel is at most the number of places of the kernel.
+        """As Term.absolute_sums: the number of patches with one pixel is at most the number of places of the
+        kernel.
         """
-        norms = [norms_at_least(factor.flatten(1), 1) for factor in (self.cotangents, self.inputs)]
-        return norms[0] * norms[1] * math.sqrt(self._numbers().places)
+        return super().absolute_sums() * math.sqrt(self._numbers().places)
 
     def materialise(self) -> torch.Tensor:
         return joined(list(self._values()), self, self.weight_shape)
@@ -197,11 +195,6 @@ class Convolution(Term):
     @property
     def row_count(self) -> int | None:
         return self.weight_shape[0] if self.geometry.groups == 1 else 1
-
-    def some_rows(self, rows: slice, count: int) -> torch.Tensor:
-        if count == 1:
-            return self.materialise()
-        return self._channels(range(rows.start, rows.stop), range(1)).materialise()
 
     def materialise_seconds(self, dtype: torch.dtype, on: Machine) -> float:
         narrow = self.inputs if self.geometry.transposed else self.cotangents

@@ -8,12 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost
 from psgrad.engine.gradients.layout import Slice
-from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
-    norms_at_least,
     square_norm,
 )
 from psgrad.engine.gradients.terms.term import Term
@@ -42,9 +39,6 @@ class Dense(Term):
     def summands(self) -> int:
         return 1
 
-    def absolute_sums(self) -> torch.Tensor:
-        return norms_at_least(self.value.flatten(1) if self.value.dim() > 1 else self.value.unsqueeze(1), 1)
-
     def materialise(self) -> torch.Tensor:
         return self.value
 
@@ -64,10 +58,6 @@ class Dense(Term):
     def plus(self, others: Sequence[Dense]) -> Dense:
         lost = next((term.lost_at for term in (self, *others) if term.lost_at), "")
         return replace(self, value=sum((other.value for other in others), self.value), lost_at=lost)
-
-    def order_costs(self) -> dict[str, Cost]:
-        size = math.prod(self.shape) * self.dtype.itemsize
-        return {self.describe(): Cost(machine(self.device).stream_seconds(size), 0)}
 
     def describe(self) -> str:
         if self.lost_at:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost, norm_order_costs
+from psgrad.engine.gradients.costs import cheapest, norm_order_costs
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
     accumulating_dtype,
     block_bytes,
     blocks,
-    norms_at_least,
     sum_of_products,
 )
 from psgrad.engine.gradients.terms.product import Product
@@ -41,14 +40,14 @@ class GroupedProduct(Term):
     def factors(self) -> tuple[torch.Tensor, ...]:
         return (self.left, self.right, self.index)
 
-    def order_costs(self) -> dict[str, Cost]:
-        """As for groups of equal size, with twice the mean size: the largest group determines the cost."""
+    def order(self) -> str:
+        """As Term.order, for groups of equal size, with twice the mean size: the largest group determines the
+        cost.
+        """
         positions = math.ceil(2 * self.index.shape[1] / max(self.count, 1))
-        kind = accumulating_dtype(self.dtype)
-        _, rows, columns = self.shape
-        return norm_order_costs(
-            machine(self.device), self.count, positions, rows, columns, kind, block_bytes(self.device)
-        )
+        sizes = self.count, positions, *self.shape[1:]
+        block, kind = block_bytes(self.device), accumulating_dtype(self.dtype)
+        return cheapest(norm_order_costs(machine(self.device), *sizes, kind, block), block)
 
     def square_norms(self) -> torch.Tensor:
         if self.order() == "materialise" or not self.index.numel():
@@ -88,9 +87,6 @@ class GroupedProduct(Term):
     @property
     def summands(self) -> int:
         return self.left.shape[1]
-
-    def absolute_sums(self) -> torch.Tensor:
-        return (norms_at_least(self.left, 2) * norms_at_least(self.right, 2)).sum(1)
 
     @property
     def multiplications(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from psgrad.engine.gradients.terms.numerics import (
     accumulating_dtype,
     blocks,
     square_norm,
-    zero_where_lost,
 )
 from psgrad.engine.gradients.terms.term import Placed, Term, joined
 from psgrad.engine.transforms.grad import vjp
@@ -37,6 +37,7 @@ class Image(Term):
     shared: tuple[torch.Tensor, ...]  # what the map depends on
     linear: LinearMap
     shape: tuple[int, ...]
+    is_elementwise: bool = False  # whether the map multiplies each element, repeated or not, with a number
 
     @property
     def factors(self) -> tuple[torch.Tensor, ...]:
@@ -91,9 +92,6 @@ class Image(Term):
         return self._of(first.unsqueeze(0)).squeeze(0)
 
     def dot(self, vector: torch.Tensor) -> torch.Tensor:
-        if (single := self._coefficients) is not None:
-            coefficients, image = single
-            return coefficients * (image * vector.to(image.dtype)).sum()
         zeros = torch.zeros(
             self.terms[0].layout.shape, dtype=accumulating_dtype(self.dtype), device=self.device
         )
@@ -102,11 +100,18 @@ class Image(Term):
         return torch.stack(parts).sum(0)
 
     def square_norms(self) -> torch.Tensor:
-        if (single := self._coefficients) is None:
-            return self.materialised_square_norms()
-        coefficients, image = single
-        squares, length = coefficients.square(), image.square().sum()
-        return zero_where_lost(squares * length, squares, length.expand_as(squares))
+        """By the squares of the factors, where the map multiplies each element: of coefficients that are
+        constant along some axes, or of one outer product a sample. They are all positive, so nothing cancels.
+        """
+        if (found := self._coefficients) is not None:
+            coefficients, shared = found
+            squares = shared.double().square().sum_to_size(coefficients.shape[1:])
+            return (coefficients.double().square() * squares).flatten(1).sum(1)
+        if (found := self._masked_product) is not None:
+            product, shared = found
+            left, right = (factor.double().square().flatten(1) for factor in product.factors)
+            return (left @ shared.double().square() * right).sum(1)
+        return self.materialised_square_norms()
 
     def materialised_square_norms(self) -> torch.Tensor:
         kind = accumulating_dtype(self.dtype)
@@ -128,26 +133,66 @@ class Image(Term):
         return math.inf
 
     def describe(self) -> str:
-        return "materialise" if self._coefficients is None else "closed form"
+        closed = self._coefficients is not None or self._masked_product is not None
+        return "closed form" if closed else "materialise"
 
     def placed_products(self, layout: AxisLayout, other: Placed) -> torch.Tensor | None:
-        """<c * u, value> = c * <u, value>, for one coefficient a sample."""
-        if (single := self._coefficients) is None or other.term.stored_value is not None:
+        """<c * u, value> = <u, c * value>, for coefficients c, where they scale a factor of the value."""
+        found, product = self._coefficients, other.term.stored_product
+        if found is None or product is None or not layout.is_identity:
             return None
-        coefficients, image = single
-        kind = torch.promote_types(image.dtype, accumulating_dtype(other.term.dtype))
-        vector = other.layout.invert(layout.apply(image.to(kind)), other.term.shape)
-        return coefficients.double() * other.term.at(slice(None), kind).dot(vector).double()
+        coefficients, shared = found
+        if other.layout.without_ones != AxisLayout.identity(shared.shape).without_ones:
+            return None
+        kind = torch.promote_types(accumulating_dtype(self.dtype), accumulating_dtype(product.dtype))
+        left, right = product.at(slice(None), kind).factors
+        rows, columns = left.shape[3], right.shape[3]
+        if shared.shape != (rows, columns) or left.shape[1] != 1:
+            return None
+        coefficients = coefficients.to(kind).unsqueeze(1)  # [n, 1, rows or 1, columns or 1]
+        if coefficients.shape[3] == 1:
+            left = left * coefficients.transpose(2, 3)
+        else:
+            right = right * coefficients
+        return replace(product, left=left, right=right).dot(shared.unsqueeze(0)).double()  # type: ignore[call-arg]
+
+    @cached_property
+    def _multiple(self) -> tuple[Placed, torch.Tensor] | None:
+        """The term, and the tensor [*shape] that each sample's value is multiplied with, element by element;
+        None for another map.
+        """
+        if not self.is_elementwise or len(self.terms) != 1 or self.terms[0].layout.window is not None:
+            return None
+        (placed,) = self.terms
+        shared = torch.ones(placed.layout.shape, dtype=accumulating_dtype(self.dtype), device=self.device)
+        if isinstance(placed.term, Image) and placed.layout.is_identity:
+            if (inner := placed.term._multiple) is None:
+                return None
+            placed, shared = inner
+        return placed, self._of(shared.unsqueeze(0)).squeeze(0)
+
+    @cached_property
+    def _coefficients(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """([n, *], [*shape]) where each sample's value is the product of coefficients, fewer than its
+        elements, with one tensor.
+        """
+        if (found := self._multiple) is None or found[0].term.stored_value is None:
+            return None
+        value = accumulating(found[0].materialise())
+        if value.dim() != len(self.shape) + 1 or value[:1].numel() >= math.prod(self.shape):
+            return None
+        return value, found[1]
 
     @property
-    def _coefficients(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """([n], [*shape]) where each sample's value is one number times the image of one; else None."""
-        (first, *others) = self.terms
-        value = first.term.stored_value
-        if others or value is None or first.layout.window is not None or math.prod(value.shape[1:]) != 1:
+    def _masked_product(self) -> tuple[Term, torch.Tensor] | None:
+        """(term, [a, b]) where each sample's value is one outer product [a, b] times one tensor."""
+        if (found := self._multiple) is None:
             return None
-        value = accumulating(value)
-        return value.reshape(-1), self._of(value.new_ones(1, *first.layout.shape)).squeeze(0)
+        placed, shared = found
+        term = placed.term
+        if not term.is_outer_product or term.shape[0] != 1 or not placed.layout.is_identity_but_for_ones:
+            return None
+        return (term, shared.reshape(term.shape[1:])) if shared.numel() == math.prod(term.shape) else None
 
     def _blocks(self, kind: torch.dtype) -> Any:
         size = max(math.prod(self.shape), math.prod(self.terms[0].layout.shape))

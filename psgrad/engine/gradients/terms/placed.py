@@ -19,26 +19,22 @@ from psgrad.engine.gradients.terms.numerics import samples_to_recompute
 from psgrad.engine.gradients.terms.term import Multiply, Placed, Term
 
 
-def narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> list[Placed] | None:
+def narrowed(placed: Placed, dim: int, start: int, length: int) -> list[Placed] | None:
     """`length` places of an axis, from `start` on."""
     layout = placed.layout
     if layout.window is None:
-        inner = _narrowed(placed, dim, start, step, length) if length else None
+        inner = _narrowed(placed, dim, slice(start, start + length)) if length else None
         return None if inner is None else [inner]
-    overlap = layout.window[dim].narrow(layout.inner[dim], start, step, length)
-    if overlap is None:
-        return None
-    at, run = overlap
-    count = len(range(at.start, at.stop, at.step or 1))
+    some, run = layout.window[dim].narrow(layout.inner[dim], start, length)
+    count = some.stop - some.start
     if not count:
         return []
     bare = Placed(placed.term, layout.bare)
-    inner = bare if count == layout.inner[dim] else _narrowed(bare, dim, at.start, at.step or 1, count)
+    inner = bare if count == layout.inner[dim] else _narrowed(bare, dim, some)
     return None if inner is None else [_in_window(inner, layout, {dim: run})]
 
 
-def _narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> Placed | None:
-    some = slice(start, start + (length - 1) * step + 1, step)
+def _narrowed(placed: Placed, dim: int, some: slice) -> Placed | None:
     if placed.term.stored_value is not None:
         value = placed.layout.apply(placed.term.stored_value, lead=1)
         return Placed.plain(Dense(value[(slice(None),) * (dim + 1) + (some,)], lost_at=placed.term.lost_at))
@@ -92,7 +88,7 @@ def contracted(placed: Placed, dim: int, by: torch.Tensor) -> list[Placed] | Non
     inner = None if term is None else _placed(term.contract(dim + len(term.shape) - rank, inside), rank)
     if inner is None or not are_finite(by) or not _has_finite_factors(inner):
         return None
-    return [_in_window(inner, layout, {dim: AxisSlice(0, 1, by.shape[1])})]
+    return [_in_window(inner, layout, {dim: AxisSlice(0, by.shape[1])})]
 
 
 def _has_finite_factors(placed: Placed) -> bool:
@@ -146,7 +142,7 @@ def _in_window(
     if before.window is None:
         return placed
     window = tuple(new.get(dim, run) for dim, run in enumerate(before.window))
-    if all(run.covers(length) for run, length in zip(window, layout.inner, strict=True)):
+    if all(run.size == length for run, length in zip(window, layout.inner, strict=True)):
         return Placed(placed.term, layout.bare)
     return Placed(placed.term, replace(layout, window=window))
 

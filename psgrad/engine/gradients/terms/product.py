@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost, Machine, norm_order_costs
+from psgrad.engine.gradients.costs import Machine, cheapest, norm_order_costs
 from psgrad.engine.gradients.layout import Slice
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.terms.numerics import (
@@ -17,7 +17,6 @@ from psgrad.engine.gradients.terms.numerics import (
     accumulating_dtype,
     block_bytes,
     blocks,
-    norms_at_least,
     of_one_dtype,
     sum_of_products,
     times_shared,
@@ -43,13 +42,14 @@ class Product(Term):
     def factors(self) -> tuple[torch.Tensor, ...]:
         return (self.left, self.right)
 
-    def order_costs(self) -> dict[str, Cost]:
-        """Gram matrices cost t*t*(a+b) a group, the value t*a*b; neither is needed for one position."""
+    def order(self) -> str:
+        """As Term.order. Gram matrices cost t*t*(a+b) a group, the value t*a*b; neither is needed for one
+        position.
+        """
         groups, rows, columns = self.shape
         sizes = groups, self.left.shape[2], rows, columns
-        return norm_order_costs(
-            machine(self.device), *sizes, accumulating_dtype(self.dtype), block_bytes(self.device)
-        )
+        block, kind = block_bytes(self.device), accumulating_dtype(self.dtype)
+        return cheapest(norm_order_costs(machine(self.device), *sizes, kind, block), block)
 
     def square_norms(self) -> torch.Tensor:
         if self.left.shape[2] <= 1:
@@ -70,9 +70,6 @@ class Product(Term):
     @property
     def summands(self) -> int:
         return self.left.shape[2]
-
-    def absolute_sums(self) -> torch.Tensor:
-        return (norms_at_least(self.left, 3) * norms_at_least(self.right, 3)).sum((1, 2))
 
     def materialise(self) -> torch.Tensor:
         # for one position, a matrix product takes a third longer than an elementwise product
@@ -162,9 +159,6 @@ class Product(Term):
     def positions(self) -> int | None:
         return self.left.shape[2]
 
-    def position_products(self, value: torch.Tensor) -> torch.Tensor:
-        return (torch.matmul(self.left, value) * self.right).sum((1, 3))
-
     def position_square_norms(self) -> torch.Tensor:
         left, right = (torch.linalg.vector_norm(f.double(), dim=3) for f in self.factors)
         return (left * right).square_().sum((1, 2))
@@ -188,11 +182,6 @@ class Product(Term):
     @property
     def row_count(self) -> int | None:
         return self.shape[1] if self.shape[0] == 1 else self.shape[0]
-
-    def some_rows(self, rows: slice, count: int) -> torch.Tensor:
-        if self.shape[0] == 1:
-            return Product(self.left[..., rows], self.right).materialise()
-        return Product(self.left[:, rows], self.right[:, rows]).materialise()
 
     def materialise_seconds(self, dtype: torch.dtype, on: Machine) -> float:
         groups, t, a, b = self.sizes

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost
 from psgrad.engine.gradients.layout import Slice
-from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
-    accumulating_dtype,
     block_bytes,
     blocks,
-    norms_at_least,
     of_one_dtype,
     square_norm,
     sum_of_products,
@@ -77,7 +74,7 @@ class Rows(Term):
         return self.rows.shape[1] * self.rows.shape[2]
 
     def absolute_sums(self) -> torch.Tensor:
-        return norms_at_least(self.rows, 2).sum(1)
+        return super().absolute_sums() * math.sqrt(self.rows.shape[1])
 
     def materialise(self) -> torch.Tensor:
         n, _, columns = self.rows.shape
@@ -96,10 +93,6 @@ class Rows(Term):
 
     def scaled(self, factor: float) -> Rows:
         return Rows(self.index, self.rows * factor, self.count)
-
-    def order_costs(self) -> dict[str, Cost]:
-        size = self.rows.shape[1] * self.rows.shape[2] * accumulating_dtype(self.dtype).itemsize
-        return {"index": Cost(machine(self.device).scattered_seconds(4 * size), size)}
 
     @property
     def _table_is_smaller(self) -> bool:
@@ -157,10 +150,6 @@ class Rows(Term):
     @property
     def positions(self) -> int | None:
         return self.index.shape[1]
-
-    def position_products(self, value: torch.Tensor) -> torch.Tensor:
-        columns = self.rows.shape[2]
-        return (self.rows * value.gather(1, self.index.unsqueeze(2).expand(-1, -1, columns))).sum(2)
 
     def position_square_norms(self) -> torch.Tensor:
         return torch.linalg.vector_norm(self.rows, dim=(1, 2), dtype=torch.float64).square_()
@@ -274,10 +263,9 @@ class Rows(Term):
     def narrow(self, axis: int, some: slice) -> Rows:
         if axis == 1:
             return replace(self, rows=self.rows[..., some])
-        start, stop, step = some.indices(self.count)
-        inside = (self.index >= start) & (self.index < stop) & ((self.index - start) % step == 0)
-        index = torch.where(inside, (self.index - start) // step, 0)
-        return Rows(index, self.rows.masked_fill(~inside.unsqueeze(2), 0), len(range(start, stop, step)))
+        inside = (self.index >= some.start) & (self.index < some.stop)
+        index = torch.where(inside, self.index - some.start, 0)
+        return Rows(index, self.rows.masked_fill(~inside.unsqueeze(2), 0), some.stop - some.start)
 
     def times(self, by: torch.Tensor, product: Multiply) -> Rows:
         return replace(self, rows=product(self.rows, by.squeeze(0) if by.shape[0] == 1 else by[self.index]))

@@ -20,14 +20,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost, Machine, cheapest
+from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.layout import AxisLayout, Slice
-from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.terms.numerics import (
     CANCELLATION,
     accumulating_dtype,
-    block_bytes,
     blocks,
+    norms_at_least,
     rows_of,
     samples_to_recompute,
     square_norm,
@@ -124,12 +123,19 @@ class Term(ABC):
     def summands(self) -> int:
         """The largest number of products that are added up for one element of a sample's value."""
 
-    @abstractmethod
     def absolute_sums(self) -> torch.Tensor:
         """[n]: an upper bound of the sum of the norms of all summands, to which the rounding error of the
         value is proportional. The value's own norm is smaller, by any factor if summands cancel. Not finite
         if a product overflows.
+
+        By the Cauchy-Schwarz inequality over positions: the product of the norms of the factors.
         """
+        norms = [
+            norms_at_least(factor.reshape(len(factor), factor.shape[1:].numel()), 1)
+            for factor in self.factors
+            if factor.is_floating_point()
+        ]
+        return torch.stack(norms).prod(0)
 
     @abstractmethod
     def materialise(self) -> torch.Tensor:
@@ -185,16 +191,9 @@ class Term(ABC):
         ]
         return joined(parts, self)
 
-    def order_costs(self) -> dict[str, Cost]:
-        """The orders of contraction to the squared norms, each with its estimated cost per sample. By default
-        the value is materialised and read once.
-        """
-        size = math.prod(self.shape) * accumulating_dtype(self.dtype).itemsize
-        return {"materialise": Cost(machine(self.device).stream_seconds(3 * size, size), size)}
-
     def order(self) -> str:
-        """The cheapest order of contraction whose intermediates fit a block."""
-        return cheapest(self.order_costs(), block_bytes(self.device))
+        """The cheapest order of contraction of the norm whose intermediates fit a block."""
+        return "materialise"
 
     def describe(self) -> str:
         """The order of contraction of the norm, in one or two words."""
@@ -283,10 +282,6 @@ class Term(ABC):
         """
         return None
 
-    def position_products(self, value: torch.Tensor) -> torch.Tensor:
-        """[n, t]: the inner product of each position's contribution with a value [n, *shape]."""
-        raise NotImplementedError
-
     def position_square_norms(self) -> torch.Tensor:
         """[n] float64: the sum over positions of the squared norms of their contributions."""
         raise NotImplementedError
@@ -318,8 +313,11 @@ class Term(ABC):
 
     def some_rows(self, rows: slice, count: int) -> torch.Tensor:
         """[n, ...]: the values of these rows of `count`."""
-        assert count == 1
-        return self.materialise()
+        if count == 1:
+            return self.materialise()
+        part = self.narrow(next(axis for axis, size in enumerate(self.shape) if size == count), rows)
+        assert part is not None, "row_count"
+        return part.materialise()
 
     def materialise_seconds(self, dtype: torch.dtype, on: Machine) -> float:
         """The estimated time to materialise all samples in this type."""

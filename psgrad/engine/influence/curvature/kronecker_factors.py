@@ -58,13 +58,7 @@ class Form:
         """The part of the parameter, as an index; empty for all of it."""
         if self.layout is None or self.layout.window is None:
             return ""
-        return (
-            "["
-            + ", ".join(
-                f"{s.start}:{s.stop}" + (f":{s.step}" if s.step > 1 else "") for s in self.layout.slices
-            )
-            + "]"
-        )
+        return "[" + ", ".join(f"{s.start}:{s.stop}" for s in self.layout.slices) + "]"
 
 
 def factored(gradient: DeferredGradient) -> dict[Form, list[Term]]:

@@ -12,16 +12,13 @@ from typing import Any, ClassVar
 import torch
 
 from psgrad.engine.execution.row_grams import gram_matrix
-from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.measures.builtin.projected_gradients import COLUMN, FiniteProjections
-from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting
-from psgrad.engine.measures.sums import MeanGradientMeasure, shared_sums
-
-_ALONG_MEAN = "noise_scale.along_mean"
+from psgrad.engine.measures.mean_gradient import DOT, MeanGradient, OfMeanGradient
+from psgrad.engine.measures.measure import Gathered, Setting
 
 
 @dataclass
-class NoiseScale(MeanGradientMeasure):
+class NoiseScale(OfMeanGradient):
     """tr(Sigma) / |G|^2, each estimated without bias, then divided. Undefined if the estimate of |G|^2 is
     not above zero.
 
@@ -64,14 +61,12 @@ class NoiseScale(MeanGradientMeasure):
             )
         if not 0 < self.level < 1:
             raise ValueError("level is a probability between 0 and 1, such as 0.95")
-        self.looks_twice = self.resamples > 0
+        self.needs_second_pass = self.resamples > 0
+        self.asks = (DOT,) if self.resamples else ()
 
     def prepare(self, setting: Setting) -> None:
         super().prepare(setting)
         self._seed = setting.seed
-
-    def columns_again(self, gradients: PerSampleGradients) -> Arrays:
-        return {_ALONG_MEAN: self._sums.dot(gradients).unsqueeze(1)}
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         n = self._sums.count
@@ -86,8 +81,8 @@ class NoiseScale(MeanGradientMeasure):
         }
         numbers |= {"samples": n, "square_mean": square_mean, "noise": noise}
         words = ""
-        if self.looks_twice and n > 2:
-            intervals = self._intervals(squares, rows[_ALONG_MEAN][rows["ok"], 0])
+        if self.needs_second_pass and n > 2:
+            intervals = self._intervals(squares, rows[DOT][rows["ok"], 0])
             numbers |= {f"{name}_interval": each for name, each in intervals.items()}
             numbers |= {"level": self.level, "resamples": self.resamples}
             ends = [f"{end:.3g}" for end in intervals["square_mean"] if end is not None]
@@ -155,7 +150,7 @@ _ROUNDINGS = 16
 
 
 @dataclass
-class CovarianceSpectrum(Measure):
+class CovarianceSpectrum(OfMeanGradient):
     """The largest eigenvalues of the covariance of the samples' gradients, with their shares of its trace.
 
     For few samples, or if projected_gradients keeps the whole gradient, they are exact. Otherwise they
@@ -187,8 +182,7 @@ class CovarianceSpectrum(Measure):
         "the summed gradient (one for all measures that use it) and an eigendecomposition of dimension x"
         " dimension; for up to exact_up_to samples all inner products"
     )
-    needs: ClassVar[tuple[str, ...]] = (COLUMN,)
-    needs_factors = True
+    needs: ClassVar[tuple[str, ...]] = (COLUMN, MeanGradient.name)
 
     def __post_init__(self) -> None:
         if self.top < 1:
@@ -199,30 +193,8 @@ class CovarianceSpectrum(Measure):
             )
 
     def prepare(self, setting: Setting) -> None:
+        super().prepare(setting)
         self._setting = setting
-        # without them all inner products are computed
-        self._sums = shared_sums(setting, self) if len(setting) > self.exact_up_to else None
-        self.needs_factors = self._sums is not None
-
-    def columns(self, gradients: PerSampleGradients) -> Arrays:
-        if self._sums is not None:
-            self._sums.add(gradients)
-        return {}
-
-    def keep(self) -> None:
-        if self._sums is not None:
-            self._sums.keep()
-
-    def state(self) -> Arrays:
-        return {} if self._sums is None else self._sums.state(self)
-
-    def restore(self, state: Arrays) -> None:
-        if self._sums is not None:
-            self._sums.restore(self, state)
-
-    def merge(self, state: Arrays) -> None:
-        if self._sums is not None:
-            self._sums.merge(self, state)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         examples = self._setting.examples
@@ -238,7 +210,7 @@ class CovarianceSpectrum(Measure):
                 }
             )
         total = float(rows["grad_norm"][intervals.places].square().sum())
-        if self._sums is None:
+        if len(rows["ok"]) <= self.exact_up_to:
             products = gram_matrix(examples).cpu()[intervals.places][:, intervals.places]
             values, method, noise = (
                 _eigenvalues(_centred(products)),

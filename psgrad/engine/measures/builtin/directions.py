@@ -4,23 +4,19 @@ gradient if a sample is left out, and the signal-to-noise ratio of the gradient 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
-from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.gradients.square_norms import sum_of_squares
-from psgrad.engine.gradients.terms import CANCELLATION
 from psgrad.engine.measures.builtin.dataset import estimates
-from psgrad.engine.measures.measure import Arrays, Gathered, Setting, finite_rows, nan_elsewhere
-from psgrad.engine.measures.sums import MeanGradientMeasure
+from psgrad.engine.measures.mean_gradient import CLASS_DOT, DISTANCE, DOT, OfMeanGradient
+from psgrad.engine.measures.measure import Gathered, Setting
 
 
 @dataclass
-class CosineToMean(MeanGradientMeasure):
+class CosineToMean(OfMeanGradient):
     """Whether a sample's gradient points like the mean of all samples. The mean includes the sample
     itself.
     """
@@ -41,16 +37,16 @@ class CosineToMean(MeanGradientMeasure):
             "cosine between the sample's gradient and the mean gradient; empty if either is zero (-1 to 1)"
         )
     }
-    looks_twice = True
+    needs_second_pass = True
+    asks = (DOT,)
 
-    def columns_again(self, gradients: PerSampleGradients) -> Arrays:
-        norms = gradients.square_norms().sqrt() * self._sums.square_mean() ** 0.5
-        cosines = (self._sums.dot(gradients) / norms).clamp(-1, 1)  # nothing by nothing is NaN
-        return {"cosine_to_mean": nan_elsewhere(cosines, finite_rows(gradients) & (norms > 0))}
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
+        norm = torch.tensor(self._sums.square_mean() ** 0.5, dtype=torch.float64)
+        return Gathered({"cosine_to_mean": self.cosines(rows, rows[DOT][:, 0], norm)})
 
 
 @dataclass
-class CosineToClassMean(MeanGradientMeasure):
+class CosineToClassMean(OfMeanGradient):
     """Whether a sample's gradient points like those of its label. The mean includes the sample: alone in its
     class it has cosine 1.
     """
@@ -73,33 +69,18 @@ class CosineToClassMean(MeanGradientMeasure):
             "cosine between the gradient and its label's mean gradient; empty if either is zero (-1 to 1)"
         )
     }
-    looks_twice = True
-    by_class: ClassVar[bool] = True
-
-    def summary(self, output: Any, target: Any) -> Arrays:
-        return self._sums.summary(target)
-
-    def columns_again(self, gradients: PerSampleGradients) -> Arrays:
-        of_class = self._sums.class_norms().to(gradients.losses.device)[self._sums.classes_of(gradients)]
-        norms = gradients.square_norms().sqrt() * of_class
-        cosines = (self._sums.class_dot(gradients) / norms).clamp(-1, 1)
-        return {"cosine_to_class_mean": nan_elsewhere(cosines, finite_rows(gradients) & (norms > 0))}
+    needs_second_pass = True
+    asks = (CLASS_DOT,)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         counts, norms = self._sums.counts[:-1], self._sums.class_norms()[:-1]
-        return Gathered(
-            tables={
-                "classes": {
-                    "class": torch.arange(len(counts)),
-                    "samples": counts,
-                    "mean_gradient_norm": norms,
-                }
-            }
-        )
+        table = {"class": torch.arange(len(counts)), "samples": counts, "mean_gradient_norm": norms}
+        cosines = self.cosines(rows, *rows[CLASS_DOT].unbind(1))
+        return Gathered({"cosine_to_class_mean": cosines}, tables={"classes": table})
 
 
 @dataclass
-class LooMeanChange(MeanGradientMeasure):
+class LooMeanChange(OfMeanGradient):
     """The distance between the mean gradient of all samples and that of all but this one, exact for
     every n.
     """
@@ -118,148 +99,64 @@ class LooMeanChange(MeanGradientMeasure):
             " unit of parameter)"
         )
     }
-    looks_twice = True
+    needs_second_pass = True
+    asks = (DISTANCE,)
 
-    def columns_again(self, gradients: PerSampleGradients) -> Arrays:
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         others = self._sums.count - 1
-        finite = finite_rows(gradients)
-        if others < 1:
-            return {"loo_mean_change": torch.full_like(gradients.square_norms(), torch.nan)}
-        parts = gradients.square_norms() + self._sums.square_mean()
-        distances = parts - 2 * self._sums.dot(gradients)
-        close = torch.nonzero(finite & (distances < CANCELLATION * parts)).squeeze(
-            1
-        )  # float32 has lost digits there
-        if len(close):
-            distances[close] = self._sums.square_distances(gradients, close)
-        return {"loo_mean_change": nan_elsewhere(distances.clamp(min=0).sqrt() / others, finite)}
+        moved = rows[DISTANCE][:, 0].clamp(min=0).sqrt() / (others or torch.nan)
+        return Gathered({"loo_mean_change": moved.where(rows["ok"] & torch.tensor(others > 0), torch.nan)})
 
 
-_QUANTILES = {"q05": 0.05, "median": 0.5, "q95": 0.95}
 # A variance below this many roundings of the mean square may be zero.
 _ROUNDINGS = 64
 
 
 @dataclass
-class SignalToNoise(MeanGradientMeasure):
+class SignalToNoise(OfMeanGradient):
     """How much of a sample's gradient in a parameter is common to all samples. The table `parameters` has
     a row for each parameter tensor.
 
     `signal` is |G|^2 and `noise` tr(Sigma) of the tensor, each without bias; `signal_to_noise` is their
     ratio. The estimate of a small signal may be below zero: read it as zero.
-
-    With `elements` the same ratio is computed for each number in the tensor, mean squared divided by
-    variance: its quantiles are in the table, or all of them in measures/signal_to_noise.safetensors. An
-    element whose variance cannot be separated from rounding has none.
-
-    Options:
-        elements: none, quantiles, or array (quantiles too).
     """
-
-    elements: Literal["none", "quantiles", "array"] = "none"
 
     name: ClassVar[str] = "signal_to_noise"
     title: ClassVar[str] = "Signal-to-noise ratio of the gradient"
     formula: ClassVar[str] = (
         "|G|^2 / tr(Sigma), with |G|^2 = (n |gbar|^2 - m) / (n - 1), tr(Sigma) = n (m - |gbar|^2) / (n - 1),"
-        " m = mean of |g_i|^2, in one parameter; of an element (gbar_j^2 - s_j^2 / n) / s_j^2, s_j^2 its"
-        " sample variance"
+        " m = mean of |g_i|^2, in one parameter"
     )
     unit: ClassVar[str] = "1 / samples"
     source: ClassVar[str] = (
         "McCandlish, Kaplan, Amodei: An Empirical Model of Large-Batch Training (2018), appendix A.1, of one"
         " parameter"
     )
-    cost: ClassVar[str] = (
-        "a sum, a tenth of the pass, shared with cosine_to_mean; with elements a sum of squares, a fifth of"
-        " the pass"
-    )
+    cost: ClassVar[str] = "a sum, a tenth of the pass, shared with cosine_to_mean"
     meanings: ClassVar[dict[str, str]] = {}
 
     def prepare(self, setting: Setting) -> None:
         super().prepare(setting)
-        self._squares: torch.Tensor | None = None  # [p] float64
-        self._chunk: torch.Tensor | None = None
         self._rounding = {
             name: float(torch.finfo(value.dtype).eps) for name, value in setting.examples.params.items()
         }
 
-    def columns(self, gradients: PerSampleGradients) -> Arrays:
-        super().columns(gradients)
-        if self.elements != "none":
-            finite = finite_rows(gradients)
-            rows = slice(None) if bool(finite.all()) else torch.nonzero(finite).squeeze(1)
-            self._chunk = torch.cat(
-                [sum_of_squares(each.at(rows)).flatten() for each in gradients.gradients.values()]
-            )
-        return {}
-
-    def keep(self) -> None:
-        super().keep()
-        if self._chunk is not None:
-            self._squares = self._chunk if self._squares is None else self._squares.add_(self._chunk)
-            self._chunk = None
-
-    def state(self) -> Arrays:
-        own = {} if self._squares is None else {"element_squares": self._squares.cpu()}
-        return {**super().state(), **own}
-
-    def restore(self, state: Arrays) -> None:
-        super().restore(state)
-        if "element_squares" in state:
-            self._squares = state["element_squares"].clone().to(self._sums.device)
-
-    def merge(self, state: Arrays) -> None:
-        super().merge(state)
-        if "element_squares" in state:
-            squares = state["element_squares"].to(self._sums.device)
-            self._squares = squares.clone() if self._squares is None else self._squares + squares
-
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        n, flat = self._sums.count, self._sums.flat
+        n, whole = self._sums.count, self._sums.mean
         table: dict[str, list[Any]] = {
             name: [] for name in ("parameter", "numel", "signal", "noise", "signal_to_noise")
         }
-        for name, columns, squares, mean in zip(
-            flat.shapes, flat.columns.values(), self._sums.squares, self._sums.square_means, strict=True
-        ):
-            signal, noise = estimates(n, float(squares) / n, float(mean)) if n > 1 else (torch.nan, torch.nan)
-            ratio = (
-                signal / noise
-                if noise > _ROUNDINGS * self._rounding[name] * float(squares) / max(n, 1)
-                else torch.nan
+        for (name, columns), squares in zip(self._sums.flat.columns.items(), self._sums.squares, strict=True):
+            mean = float(whole[columns].square().sum())
+            signal, noise = estimates(n, float(squares) / n, mean) if n > 1 else (torch.nan, torch.nan)
+            least = _ROUNDINGS * self._rounding[name] * float(squares) / max(n, 1)
+            row = (
+                name,
+                columns.stop - columns.start,
+                signal,
+                noise,
+                signal / noise if noise > least else torch.nan,
             )
-            for key, value in zip(
-                table, (name, columns.stop - columns.start, signal, noise, ratio), strict=True
-            ):
+            for key, value in zip(table, row, strict=True):
                 table[key].append(value)
-        if self._squares is None or n < 2:
-            return Gathered(numbers={"samples": n}, tables={"parameters": table})
-        ratios = self._by_element(n)
-        for key, q in _QUANTILES.items():
-            table[f"element_{key}"] = [_quantile(each, q) for each in ratios.values()]
-        arrays = (
-            {name: ratios[name].reshape(shape) for name, shape in flat.shapes.items()}
-            if self.elements == "array"
-            else {}
-        )
-        return Gathered(numbers={"samples": n}, tables={"parameters": table}, arrays=arrays)
-
-    def _by_element(self, n: int) -> dict[str, torch.Tensor]:
-        """name -> [numel] float64, on the CPU."""
-        assert self._squares is not None
-        result = {}
-        for name, columns in self._sums.flat.columns.items():
-            squares, mean = self._squares[columns], self._sums.mean[columns]
-            variance = (squares - n * mean.square()) / (n - 1)
-            significant = variance > _ROUNDINGS * self._rounding[name] * squares / n
-            result[name] = ((mean.square() - variance / n) / variance).where(significant, torch.nan).cpu()
-        return result
-
-
-def _quantile(values: torch.Tensor, q: float) -> float:
-    """The value under which a share q of those that are numbers lies; torch.quantile takes 16 million at
-    most.
-    """
-    ordered = values[~values.isnan()].sort().values
-    return float(ordered[max(0, math.ceil(q * len(ordered)) - 1)]) if len(ordered) else math.nan
+        return Gathered(numbers={"samples": n}, tables={"parameters": table})

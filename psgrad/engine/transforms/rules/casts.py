@@ -1,14 +1,10 @@
-"""Operators without a derivative (comparisons, rounding), casts, copies, and in-place operators; and psgrad's
-own copy that scales the cotangent, by which cotangents in float16 keep digits that would be lost below its
-smallest number.
-"""
+"""Operators without a derivative (comparisons, rounding), casts, copies, and in-place operators."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from psgrad.engine.transforms.private_torch import is_non_overlapping_and_dense_or_false
 from psgrad.engine.transforms.rules.families import (
@@ -137,38 +133,8 @@ for _name in ("add", "sub", "mul", "div"):
     _packet = getattr(aten, f"{_name}_")
     define(_packet.Tensor, _packet.Scalar, batch=_in_place_batch)
 for _name in (
-    "relu",
-    "sigmoid",
-    "tanh",
-    "exp",
-    "neg",
-    "hardtanh",
-    "leaky_relu",
-    "elu",
-    "silu",
-    "mish",
-    "gelu",
-    "clamp",
     "zero",
     "copy",
 ):
     define(getattr(aten, f"{_name}_").default, batch=_in_place_batch)
 define(aten.fill_.Scalar, aten.masked_fill_.Scalar, batch=_in_place_batch)
-
-
-_library = torch.library.Library("psgrad", "FRAGMENT")
-_library.define("with_scaled_cotangent(Tensor x, float factor) -> Tensor")
-with_scaled_cotangent = torch.ops.psgrad.with_scaled_cotangent.default
-
-
-def _copy(x: Tensor, factor: float) -> Tensor:
-    return x.clone()
-
-
-_library.impl("with_scaled_cotangent", _copy, "CompositeExplicitAutograd")
-define(
-    with_scaled_cotangent,
-    vjp={0: lambda out, x, factor: lambda g: g * factor},
-    jvp={0: lambda out, x, factor: lambda t: t},
-    batch=elementwise_batch,
-)

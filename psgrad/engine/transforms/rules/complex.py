@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import (
     aten,
@@ -26,7 +25,6 @@ from psgrad.engine.transforms.rules.families import (
 )
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.tracer import innermost
-from psgrad.errors import TransformError
 
 
 def _from_pairs(x: torch.Tensor) -> torch.Tensor:
@@ -182,46 +180,3 @@ linear(
 )
 linear(aten._fft_r2c.default, back=_real_to_complex_back, batch=_along_axes)
 linear(aten._fft_c2r.default, back=_complex_to_real_back, batch=_along_axes)
-
-
-@replace(aten.stft.default)
-def _short_time_transform(
-    x: torch.Tensor,
-    n_fft: int,
-    hop_length: int | None = None,
-    win_length: int | None = None,
-    window: torch.Tensor | None = None,
-    normalized: bool = False,
-    onesided: bool | None = None,
-    return_complex: bool | None = None,
-    align_to_window: bool | None = None,
-) -> torch.Tensor:
-    """Each window of the signal transformed by itself. PyTorch's own definition transposes its result in
-    place.
-    """
-    length = n_fft if win_length is None else win_length
-    real = not x.is_complex() and (window is None or not window.is_complex())
-    if (
-        not 0 < length <= n_fft
-        or (window is not None and window.shape != (length,))
-        or (real and return_complex is None)
-    ):
-        given = None if window is None else tuple(window.shape)
-        raise TransformError(
-            f"stft with n_fft={n_fft}, win_length={win_length}, a window of shape {given},"
-            f" return_complex={return_complex}{diagnostics.where()}; expected 0 < win_length <= n_fft, a"
-            " window of shape (win_length,), and return_complex for a real signal",
-        )
-    before = (n_fft - length) // 2
-    signal = x if x.dim() == 2 else x.unsqueeze(0)
-    if align_to_window:
-        signal = torch.nn.functional.pad(signal, (before, before))
-    frames = signal.unfold(-1, n_fft, n_fft // 4 if hop_length is None else hop_length)
-    if window is None and length < n_fft:
-        window = torch.ones(length, dtype=x.dtype, device=x.device)
-    if window is not None:
-        frames = frames * torch.nn.functional.pad(window, (before, n_fft - length - before))
-    transform = torch.fft.rfft if (real if onesided is None else onesided) else torch.fft.fft
-    spectrum = transform(frames, norm="ortho" if normalized else "backward").transpose(1, 2)
-    spectrum = spectrum if x.dim() == 2 else spectrum.squeeze(0)
-    return torch.view_as_real(spectrum) if return_complex is False else spectrum

@@ -15,9 +15,9 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.interpreter import run
-from psgrad.engine.transforms.levels import Divergence
 from psgrad.engine.transforms.rules.families import aten
 from psgrad.engine.transforms.rules.registry import Op, constant, replace
+from psgrad.engine.transforms.state import Divergence
 from psgrad.errors import TransformError
 
 

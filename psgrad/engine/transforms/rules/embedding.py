@@ -36,11 +36,9 @@ def _embedding_back(
 
 def _refuse_scale(layer: str = "embedding") -> NoReturn:
     raise TransformError(
-        f"an {layer} with scale_grad_by_freq=True{diagnostics.where()}",
-        hint=(
-            "its gradient is divided by how often a token occurs in the batch, so it is not the"
-            f" gradient of a function; build the {layer} with scale_grad_by_freq=False"
-        ),
+        f"an {layer} with scale_grad_by_freq=True{diagnostics.where()}: its gradient depends on the whole"
+        " batch",
+        hint=f"build the {layer} with scale_grad_by_freq=False",
     )
 
 
@@ -176,13 +174,9 @@ def _embedding_renorm(
     weight: torch.Tensor, index: torch.Tensor, max_norm: float, norm_type: float
 ) -> torch.Tensor:
     raise TransformError(
-        f"an embedding with max_norm={max_norm:g}{diagnostics.where()}; expected a forward that leaves the"
-        " parameters as they are",
-        hint=(
-            "it rescales the rows that a batch looks up, in the table itself, so that the loss of a"
-            " sample depends on those before it; build the embedding with max_norm=None, and keep the"
-            " norms small elsewhere, for instance after each step"
-        ),
+        f"an embedding with max_norm={max_norm:g}{diagnostics.where()}: its forward rescales rows of the"
+        " table",
+        hint="build it with max_norm=None, and keep the norms small elsewhere, for instance after each step",
     )
 
 

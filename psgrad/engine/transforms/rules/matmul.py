@@ -378,10 +378,6 @@ for _name in (
 @refuse(aten._scaled_mm.default)
 def _scaled_mm(*args: Any, **kwargs: Any) -> Tensor:
     raise TransformError(
-        f"a product of float8 matrices (_scaled_mm){diagnostics.where()}",
-        hint=(
-            "the layer rounds its inputs to float8; PyTorch has no derivative of this product either;"
-            " keep the weights in float8 and cast them up in the forward (weight.to(x.dtype) * scale),"
-            " or use weight-only quantisation"
-        ),
+        f"a product of float8 matrices (_scaled_mm){diagnostics.where()}, which has no derivative",
+        hint="cast the weights up in the forward (weight.to(x.dtype) * scale), or quantise weights alone",
     )

@@ -9,7 +9,7 @@ import torch
 
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.families import aten, first_result, shifted, wrap_dim
-from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.engine.transforms.rules.registry import Op, define
 from psgrad.engine.transforms.state import state
 
 
@@ -122,52 +122,3 @@ define(
     ),
 )
 define(aten.topk.default, aten.kthvalue.default, vjp={0: _pick_back(2)}, batch=shifted(2))
-
-
-def _quantile(
-    x: torch.Tensor,
-    q: Any,
-    dim: int | None,
-    keepdim: bool,
-    interpolation: str,
-    ranks_of: Callable[[torch.Tensor, Any], torch.Tensor],
-) -> torch.Tensor:
-    """The quantiles `q`, interpolated between two neighbours in the sorted values. ranks_of: the ranks of the
-    fractions.
-    """
-    q = torch.scalar_tensor(q, dtype=x.dtype, device=x.device) if isinstance(q, float) else q
-    rank, axis = x.dim(), 0 if dim is None else wrap_dim(dim, x.dim())
-    values = (x.reshape(-1) if dim is None or not rank else x.movedim(axis, -1)).sort(-1)[0]
-    ranks = ranks_of(values, q.reshape(-1))
-    ranks = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}.get(
-        interpolation, lambda r: r
-    )(ranks)
-    below = ranks.floor()
-    lower, above = (values.gather(-1, r.long().expand(*values.shape[:-1], -1)) for r in (below, ranks.ceil()))
-    if interpolation in ("linear", "midpoint"):
-        lower = torch.lerp(
-            lower, above, ranks - below if interpolation == "linear" else torch.full_like(ranks, 0.5)
-        )
-    lower = lower.movedim(-1, 0)
-    if keepdim and rank:
-        lower = lower.reshape(-1, *(1,) * rank) if dim is None else lower.unsqueeze(axis + 1)
-    return lower if q.dim() else lower.squeeze(0)
-
-
-def _ranks(values: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The ranks of the fractions; the last rank if any value is NaN, which is sorted last."""
-    last = values.shape[-1] - 1
-    return torch.where(values.isnan().any(-1, keepdim=True), last, q * last)
-
-
-def _ranks_without_nan(values: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return q * ((~values.isnan()).sum(-1, keepdim=True) - 1).clamp(min=0)
-
-
-for _op, _where in ((aten.quantile, _ranks), (aten.nanquantile, _ranks_without_nan)):
-    for _overload in (_op.default, _op.scalar):
-        replace(_overload)(
-            lambda x, q, dim=None, keepdim=False, *, interpolation="linear", ranks_of=_where: _quantile(
-                x, q, dim, keepdim, interpolation, ranks_of
-            )
-        )

@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_packed_sequence
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.levels import Divergence
 from psgrad.engine.transforms.private_torch import DisableTorchFunction, make_wrapper, tree_map
 from psgrad.engine.transforms.rules.families import aten
 from psgrad.engine.transforms.rules.recurrent import LAYERS, layers
 from psgrad.engine.transforms.rules.registry import replace
+from psgrad.engine.transforms.state import Divergence
 from psgrad.engine.transforms.tracer import innermost
 from psgrad.errors import TransformError
 
