@@ -23,7 +23,7 @@ from psgrad.commands.influence_retraining import (
     fitted_methods,
 )
 from psgrad.commands.influence_setup import described, set_up_influence
-from psgrad.commands.influence_tables import without_nonfinite
+from psgrad.commands.influence_tables import Warnings, without_nonfinite
 from psgrad.commands.run_manifest import describe_run, rank_facts_of_steps
 from psgrad.config import Config, EvaluationKind
 from psgrad.engine.execution.ranks import OneProcess, Processes
@@ -81,12 +81,7 @@ def evaluate_influence(
     """
     processes = OneProcess() if processes is None else processes
     run = Run.open(output or config.output_of(kind), processes, progress, overwrite=overwrite)
-    messages = list[str]()
-
-    def say(message: str) -> None:
-        messages.append(message)
-        run.say("evaluation", message)
-
+    say = Warnings(progress, "evaluation")
     with run.clock("load"):
         require_evaluable(config)
         setup = set_up_influence(config, say, progress, processes)
@@ -115,7 +110,7 @@ def evaluate_influence(
             unit=setup.measurement.change,
             folder=run.path,
             points=found.points,
-            notes=[*evaluation.notes, *dict.fromkeys(messages)],
+            notes=[*evaluation.notes, *say.messages],
             manifest=run.manifest,
         )
         facts = run.add(

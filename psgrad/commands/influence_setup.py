@@ -34,6 +34,7 @@ from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.influence.method import RELATIVE, REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.influence.methods.gradient_products import TracIn
 from psgrad.engine.influence.ranking import is_relative
+from psgrad.engine.influence.training_run import TrainingRun
 from psgrad.engine.measures.builtin.outputs import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.models.run_checkpoints import adam_state, second_moments
@@ -231,8 +232,8 @@ def set_up_influence(
     for number in range(len(checkpoints_of(config))):
         there = run_at(run, number)
         _require_another(views, there)
-        view = _view(there, number, measurement, reader, rows, say, processes)
-        views.append(replace(view, checkpoint=replace(view.checkpoint, run=training)))
+        checkpoint = _checkpoint(there, number, len(rows), training, say)
+        views.append(_view(there, checkpoint, measurement, (reader, rows), processes))
     require_same_on_ranks("queries", identity_of_asked(reader, rows, views), processes)
     column = config.influence.groups
     groups = None if column is None else run.more_samples(config.data, column).units
@@ -290,16 +291,33 @@ def _require_another(views: list[CheckpointView], run: Setup) -> None:
             raise same_weights(view.path, run.config.model.checkpoint, "influence.checkpoints")
 
 
+def _checkpoint(
+    run: Setup, number: int, queries: int, training: TrainingRun | None, say: Callable[[str], None]
+) -> Checkpoint:
+    """What a method is told of a checkpoint. run: at it. queries: how many there are."""
+    listed, path = checkpoints_of(run.config), run.config.model.checkpoint
+    checkpoint = listed[number]
+    return Checkpoint(
+        number,
+        None if checkpoint is None else checkpoint.learning_rate,
+        say,
+        queries,
+        None if checkpoint is None else checkpoint.step,
+        of=len(listed),
+        second_moments=lambda: None if path is None else second_moments(run.config.base / path, run.model),
+        run=training,
+    )
+
+
 def _view(
     run: Setup,
-    number: int,
+    checkpoint: Checkpoint,
     measurement: Measurement,
-    reader: CheckedReader,
-    rows: np.ndarray,
-    say: Callable[[str], None],
+    asked: tuple[CheckedReader, np.ndarray],
     processes: Processes,
 ) -> CheckpointView:
-    options = run.stream_options(say)
+    """Training examples and queries at a checkpoint. asked: the reader of the queries, and their rows."""
+    options, path, (reader, rows) = run.stream_options(checkpoint.say), run.config.model.checkpoint, asked
     training = Examples(run.objective, run.reader, len(run.samples), options, processes=processes)
     summary = (
         summary_for(run.criterion.kind, run.criterion.ignore_index)
@@ -308,19 +326,6 @@ def _view(
     )
     measured = run.objective_of(reader.samples).with_scalar(measurement.criterion.function, summary)
     queries = Examples(measured, chosen_rows(reader, rows), len(rows), options, processes=processes)
-    checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
-    learning_rate = None if checkpoint is None else checkpoint.learning_rate
-    step = None if checkpoint is None else checkpoint.step
     return CheckpointView(
-        Checkpoint(
-            *(number, learning_rate, say, len(rows), step),
-            of=len(checkpoints_of(run.config)),
-            second_moments=lambda: (
-                None if path is None else second_moments(run.config.base / path, run.model)
-            ),
-        ),
-        training,
-        queries,
-        None if path is None else str(path),
-        run.loaded.sha256,
+        checkpoint, training, queries, None if path is None else str(path), run.loaded.sha256
     )

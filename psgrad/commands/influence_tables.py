@@ -31,14 +31,14 @@ _NAMED = 5  # rows in a warning
 class Warnings:
     """What the run says to people: printed at once, and kept for the report."""
 
-    def __init__(self, progress: Say) -> None:
+    def __init__(self, progress: Say, phase: str = "influence") -> None:
         self.messages: list[str] = []
-        self._progress = progress
+        self._progress, self._phase = progress, phase
 
     def __call__(self, message: str) -> None:
         if message not in self.messages:
             self.messages.append(message)
-            self._progress(Progress(0, 0, "influence", message))
+            self._progress(Progress(0, 0, self._phase, message))
 
 
 class ScreenedRows:
