@@ -211,7 +211,6 @@ def test_two_checkpoints_are_not_the_first_one_twice(place: InfluenceWorkplace) 
     np.testing.assert_allclose(matrices[2], (alike[0] + alike[1]) / 2, rtol=1e-4, atol=1e-7)
     assert not np.allclose(matrices[0], matrices[1])
     influence = place.manifest()["influence"]
-    assert influence["average"] == "relative"
     assert influence["unit"].startswith("relative, no unit: the mean over checkpoints")
     assert influence["predicts_removal"] is False
     queries = pd.read_parquet(place.folder / "out" / "queries.parquet")
@@ -276,7 +275,7 @@ def test_an_index_is_not_replaced_unasked(place: InfluenceWorkplace) -> None:
 
 
 def test_building_without_an_index_in_the_config_is_refused(place: InfluenceWorkplace) -> None:
-    place.index().refused(2, "the config has no influence.index", "expected where the index is to be")
+    place.index().refused(2, "the config has no influence.index", "influence.index: {path:")
 
 
 def test_an_index_has_no_answer_by_methods_that_need_curvature(place: InfluenceWorkplace) -> None:
@@ -378,7 +377,7 @@ def test_a_query_with_a_label_that_the_model_has_not_is_refused(place: Influence
 
 def test_a_row_that_is_not_there_is_refused(place: InfluenceWorkplace) -> None:
     place.section["queries"] = {"rows": [0, 24]}
-    place.influence().refused(2, "influence.queries.rows names row 24", "rows from 0 to 23")
+    place.influence().refused(2, "influence.queries.rows names row 24", "the rows go from 0 to 23")
 
 
 def test_parameters_that_fit_nothing_are_refused(place: InfluenceWorkplace) -> None:
