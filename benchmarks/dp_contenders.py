@@ -115,7 +115,7 @@ def psgrad(training: Training) -> Step:
         _no_rows,
         training.records,
         clipping=clipping,
-        noise=lambda step: noise,
+        noise=noise,
         sampling=sampling,
         relation="add_or_remove_one",
         expected_batch_size=training.expected_batch_size,

@@ -10,7 +10,6 @@ import difflib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from html import escape
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -184,26 +183,6 @@ class ShortRepr:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         values = ", ".join(f"{field.name}={_brief(getattr(self, field.name))}" for field in fields)
         return f"{type(self).__name__}({values})"
-
-    def _repr_html_(self) -> str:
-        """The fields as an HTML table, for notebooks; of a data frame the first rows."""
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{escape(field.name)}</th><td style='text-align:left'>"
-            f"{_brief_html(getattr(self, field.name))}</td></tr>"
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
-        )
-        return f"<table><caption>{escape(type(self).__name__)}</caption>{rows}</table>"
-
-
-def _brief_html(value: Any) -> str:
-    about = escape(_brief(value))
-    if not hasattr(value, "to_html") or not hasattr(value, "columns"):
-        return about
-    few = value.iloc[:_ITEMS, : 2 * _ITEMS]
-    cells = [[escape(_brief(cell)) for cell in row] for row in [list(few.columns), *few.values.tolist()]]
-    head, *body = ["".join(f"<td>{cell}</td>" for cell in row) for row in cells]
-    lines = "".join(f"<tr>{line}</tr>" for line in (head, *body))
-    return f"{about}<table>{lines}</table>"
 
 
 def _brief(value: Any) -> str:

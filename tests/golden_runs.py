@@ -267,7 +267,10 @@ def reference_and_gate(place: Place) -> None:
         y=random.integers(0, CLASSES, 40),
         uid=np.array([f"checked-{row}" for row in range(40)]),
     )
-    place.config["analyze"] = {"outliers": {"reference": {"data": {"path": "checked.npz"}}, "fdr": 0.5}}
+    place.config["data"]["path"] = "checked.npz"
+    place.command("analyze", "config.yaml", "--no-report", "--output", "checked")
+    place.config["data"]["path"] = "data.npz"
+    place.config["analyze"] = {"outliers": {"reference": "checked", "fdr": 0.5}}
     place.config["gate"] = {"max_outliers": 0, "nonfinite": "error"}
     np.savez(
         place.folder / "data.npz",

@@ -1,5 +1,5 @@
 """A folder whose config names code of its own for everything: a factory that loads its weights itself, a
-loss, a dataset, a measure, an augmentation, each with a module that it imports; and every change by which a
+loss, a dataset, a measure, each with a module that it imports; and every change by which a
 run becomes another one.
 """
 
@@ -112,7 +112,6 @@ class Twice(Measure):
         return {"twice": 2 * gradients.square_norms()}
 """
     ),
-    "augment.py": "import torch\n\n\ndef augment(inputs):\n    return inputs\n",
     "settings.json": '{"p": 0.0, "power": 1}',
 }
 
@@ -215,23 +214,23 @@ _MODEL = "code that model.py:build imports"
 
 CHANGES = {
     "a weight by one unit in the last place": Change(
-        lambda w: w.nudge("body.0.weight"), "weights", "tensors of the model 1 of 10: body.0.weight"
+        lambda w: w.nudge("body.0.weight"), "weights", "model (its weights)"
     ),
-    "a frozen parameter": Change(lambda w: w.nudge("frozen"), "weights", "1 of 10: frozen"),
-    "a buffer": Change(lambda w: w.nudge("kept"), "weights", "1 of 10: kept"),
+    "a frozen parameter": Change(lambda w: w.nudge("frozen"), "weights", "model (its weights)"),
+    "a buffer": Change(lambda w: w.nudge("kept"), "weights", "model (its weights)"),
     "a buffer that is not persistent": Change(
-        lambda w: w.nudge_array("table.npy"), "weights", "1 of 10: table"
+        lambda w: w.nudge_array("table.npy"), "weights", "model (its weights)"
     ),
     "a tensor that is a plain attribute": Change(
-        lambda w: w.nudge_array("plain.npy"), "weights", "1 of 10: plain"
+        lambda w: w.nudge_array("plain.npy"), "weights", "model (its weights)"
     ),
     "a plain attribute": Change(
-        lambda w: w.edit("settings.json", '"power": 1', '"power": 2'), "modules", "1 of 6: the model itself"
+        lambda w: w.edit("settings.json", '"power": 1', '"power": 2'), "modules", "model (its modules)"
     ),
     "a layer's option": Change(
         lambda w: w.edit("settings.json", '"p": 0.0', '"p": 0.5'),
         "modules",
-        "modules of the model 1 of 6: body.2",
+        "model (its modules)",
     ),
     "the mode": Change(
         lambda w: w.config["model"].update(mode="train"), "config", 'model.mode was "eval" and is "train"'

@@ -148,6 +148,14 @@ class Workplace:
         assert outcome.code == 0, outcome.err
         return outcome
 
+    def measured_apart(self, data: str) -> Outcome:
+        """Run on another file of rows, without a reference, in a folder of its name: `trusted` of
+        trusted.npz.
+        """
+        settings = (f"data.path={data}", "analyze.outliers.reference=null")
+        output = data.partition(".")[0]
+        return self.succeeded(*(f"--set={each}" for each in settings), "--no-report", "--output", output)
+
     def samples(self, output: str = "out") -> pd.DataFrame:
         return pd.read_parquet(self.folder / output / "samples.parquet")
 

@@ -65,10 +65,7 @@ def sections(kind: type[ConfigSection], path: str) -> Iterator[tuple[str, type[C
     yield path, kind
     for key, info in kind.model_fields.items():
         below = f"{path}.{key}".lstrip(".")
-        # The data of a reference have the keys of the config's own data, which are listed once.
-        inside = (
-            next(sections_in(info.annotation), None) if below != "analyze.outliers.reference.data" else None
-        )
+        inside = next(sections_in(info.annotation), None)
         if inside is not None:
             yield from sections(inside, below)
 
@@ -103,8 +100,7 @@ def value_of(path: str, content: Mapping[str, Any], default: Any = None) -> str:
     if "enum" in content:
         return " ".join(f"**`{each}`**" if each == default else f"`{each}`" for each in content["enum"])
     if "$ref" in content:
-        target = path if path != "analyze.outliers.reference.data" else "data"
-        return f"[section](#{target.replace('.', '')})"
+        return f"[section](#{path.replace('.', '')})"
     for joined in ("anyOf", "allOf"):
         if joined in content:
             parts = [value_of(path, each, default) or "text" for each in content[joined]]

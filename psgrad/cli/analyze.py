@@ -16,11 +16,9 @@ from psgrad.cli.options import (
     Overwrite,
     Part,
     Settings,
-    Verbose,
     part_of,
     read_config,
     require_alone,
-    say_computed,
 )
 from psgrad.cli.processes import ProcessesOption, require_free, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
@@ -88,7 +86,6 @@ def analyze(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
-    verbose: Verbose = False,
     processes: ProcessesOption = 1,
     part: Part = None,
     shown: ProgressOption = ProgressStyle.auto,
@@ -98,8 +95,6 @@ def analyze(
     Prints the top of the ranking, then the path of the run folder with the whole table, the measures, the
     plots and report.html. psgrad validate lists the mistakes of a config faster.
     """
-    if quiet:
-        require_alone("--quiet", {"--verbose": verbose})
     if resume:
         require_alone("--resume", {"--overwrite": overwrite})
     if part is not None:
@@ -132,17 +127,15 @@ def analyze(
         )
     if result is None:  # on all ranks but the first
         return
-    show_result(result, resolved.analyze.top, check, as_json, quiet, verbose)
+    show_result(result, resolved.analyze.top, check, as_json, quiet)
 
 
-def show_result(
-    result: AnalyzeResult, top: int, check: bool, as_json: bool, quiet: bool, verbose: bool
-) -> None:
+def show_result(result: AnalyzeResult, top: int, check: bool, as_json: bool, quiet: bool) -> None:
     """Print a finished run, `top` rows of its table. Leaves with the gate's exit code if `check`."""
     from psgrad.reports.analyze_terminal import nonfinite_words
 
     if not quiet:
-        _say(result, verbose)
+        _say(result)
     if bad := nonfinite_words(result):
         typer.echo(bad, err=True)
     if as_json:
@@ -166,7 +159,7 @@ def show_result(
             raise typer.Exit(result.check.exit_code)
 
 
-def _say(result: AnalyzeResult, verbose: bool) -> None:
+def _say(result: AnalyzeResult) -> None:
     from psgrad.reports.analyze_terminal import summary
 
     run = result.manifest
@@ -176,5 +169,3 @@ def _say(result: AnalyzeResult, verbose: bool) -> None:
         which = f"the first {which}" if seed is None else f"{which}, drawn at random by seed {seed}"
         typer.echo(f"PARTIAL: {which}", err=True)
     typer.echo(summary(result), err=True)
-    if verbose:
-        say_computed(result.manifest.content())

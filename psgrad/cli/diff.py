@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from psgrad.cli.check import write_text
-
-if TYPE_CHECKING:
-    from psgrad.run.results.findings import Comparison
 
 
 class DiffFormat(StrEnum):
@@ -36,7 +33,7 @@ ToFile = Annotated[
     typer.Option(
         "--output",
         metavar="FILE",
-        help="Write it to a file: .html is the page, .png and .svg the plot, any other the format's text.",
+        help="Write it to a file in place of the terminal.",
     ),
 ]
 
@@ -58,23 +55,7 @@ def diff(
     from psgrad.reports.comparison import render_comparison, sentences
 
     result = compared(a, b, top=top)
-    suffix = "" if output is None else output.suffix.lower()
-    if output is not None and suffix in (".html", ".png", ".svg"):
-        _draw(result, output, suffix)
-    else:
-        write_text(render_comparison(result, style.value), output)
+    write_text(render_comparison(result, style.value), output)
     if output is not None:
         for line in sentences(result):
             typer.echo(line, err=True)
-
-
-def _draw(result: Comparison, output: Path, suffix: str) -> None:
-    from psgrad.reports.comparison import draw_comparison, render_page
-    from psgrad.run import RunFolder
-
-    if suffix == ".html":
-        data = render_page(result).encode("utf-8", "replace")
-    else:
-        plot = draw_comparison(result)
-        data = plot.png() if suffix == ".png" else plot.svg()
-    RunFolder(output.parent).write_bytes(output.name, data)

@@ -19,17 +19,15 @@ from psgrad.cli.options import (
     Overwrite,
     Part,
     Settings,
-    Verbose,
     part_of,
     read_config,
     require_alone,
-    say_computed,
 )
 from psgrad.cli.processes import ProcessesOption, in_a_group, require_free, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
 
 if TYPE_CHECKING:
-    from psgrad.run.results import InfluenceResult
+    from psgrad.run.results.influence import InfluenceResult
 
 
 class EvaluationKind(StrEnum):
@@ -114,7 +112,6 @@ def influence(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     processes: ProcessesOption = 1,
-    verbose: Verbose = False,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
     """Rank the training examples that made the model do this.
@@ -149,8 +146,6 @@ def influence(
                 processes=group,
             )
         if evaluation is not None:  # on the first rank
-            if verbose:
-                say_computed(evaluation.manifest.content())
             write_evaluation(evaluation, style, sys.stdout)
         return
     resolved = read_config(config, settings, output)
@@ -167,8 +162,6 @@ def influence(
             processes=group,
         )
     if result is not None:  # on the first rank
-        if verbose:
-            say_computed(result.manifest.content())
         show_scores(result, resolved.influence.top, style)
 
 
@@ -180,7 +173,6 @@ def influence_index(
     overwrite: OverwriteIndex = False,
     processes: ProcessesOption = 1,
     part: Part = None,
-    verbose: Verbose = False,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
     """Store training gradients, for many queries.
@@ -216,8 +208,6 @@ def influence_index(
         )
     if result is not None:  # on the first rank
         typer.echo(index_summary(result), err=True)
-        if verbose:
-            say_computed({"ranks": result.ranks, "engine": result.engine, "timings": result.timings})
         typer.echo(str(result.folder))
     elif which is not None:
         typer.echo(str(folder))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from psgrad.cli.analyze import Check, Quiet, Report, show_result
-from psgrad.cli.options import AsJson, Verbose
+from psgrad.cli.options import AsJson
 from psgrad.cli.processes import require_one
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 
@@ -28,7 +28,6 @@ def merge(
     report: Report = True,
     as_json: AsJson = False,
     quiet: Quiet = False,
-    verbose: Verbose = False,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
     """Join the parts of a run that were made with --part.
@@ -51,4 +50,4 @@ def merge(
 
     with progress_display(ProgressStyle.none if quiet else shown) as progress:
         result = run_merge(output, report=report, progress=progress)
-    show_result(result, result.manifest.setting("analyze", "top"), check, as_json, quiet, verbose)
+    show_result(result, result.manifest.setting("analyze", "top"), check, as_json, quiet)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -79,26 +79,3 @@ def settings_of(settings: list[str] | None, output: Path | None) -> list[str]:
         # A JSON string is a YAML string: a folder named `no` or `1e3` stays text.
         overrides.append(f"output={json.dumps(str(output), ensure_ascii=False)}")
     return overrides
-
-
-Verbose = Annotated[
-    bool, typer.Option("-v", "--verbose", help="Also print how it was computed, and the time of each part.")
-]
-
-
-def say_computed(manifest: dict[str, Any]) -> None:
-    """The processes of a finished run, a line each, its versions, engine and times."""
-    if manifest.get("ranks"):
-        from psgrad.commands.run_manifest import words_for
-
-        typer.echo("\n".join(words_for(manifest["ranks"])), err=True)
-    for about in ("versions", "engine", "timings"):
-        facts: dict[str, Any] = manifest.get(about) or {}
-        if facts:
-            known = {key: value for key, value in facts.items() if value is not None and value != []}
-            words = [f"{key.replace('_', ' ')} {_brief(value)}" for key, value in known.items()]
-            typer.echo(f"{about}: {', '.join(words)}", err=True)
-
-
-def _brief(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

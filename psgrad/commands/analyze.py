@@ -18,13 +18,12 @@ from psgrad.commands.analyze_tables import (
     result_of,
     top_inputs,
 )
-from psgrad.commands.analyze_verdict import OutlierRule
+from psgrad.commands.analyze_verdict import OutlierRule, outlier_rule
 from psgrad.commands.check import GateFiles, check_samples, gate_files
 from psgrad.commands.class_names import label_facts_of
 from psgrad.commands.completion import completed_for_analyze
 from psgrad.commands.measure_setup import measures_of, prepare, require_mergeable
 from psgrad.commands.run_identity import (
-    NAMES,
     NUMBER_OF_PARTS,
     identity,
     measure_specs,
@@ -38,13 +37,14 @@ from psgrad.config import Config
 from psgrad.data.previews import vocabulary_of
 from psgrad.engine.execution.ranks import OneProcess, Processes, spread_rows
 from psgrad.engine.measures.builtin.norms import GradientNorms
+from psgrad.engine.measures.builtin.projected_gradients import COLUMN as PROJECTED
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.errors import ConfigError, DistributedError
 from psgrad.quality.gates import share_of
+from psgrad.quality.issues import issue_table
 from psgrad.quality.judging import OutlierTable
-from psgrad.quality.references import Reference
 from psgrad.run import RunFolder
-from psgrad.run.finished import load_run
+from psgrad.run.finished import ISSUE_SUMMARY, ISSUES, load_run
 from psgrad.run.identity import digest
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.progress import read_ahead
@@ -97,7 +97,7 @@ def analyze(
         _follow(analysis, run)
         return None
     now = analysis.identity(processes.parts)
-    earlier = reopen(config.output, now, analysis.setup) if resume else None
+    earlier = reopen(config.output, now) if resume else None
     if earlier is not None and earlier.finished:
         processes.texts(_BEGUN, "")
         return _judged_before(config, earlier, gate)
@@ -105,25 +105,39 @@ def analyze(
         manifest = analysis.manifest(now)
     with run.begin(manifest, earlier):
         folder = run.folder
-        folder.write_json(NAMES, analysis.setup.identity.names)
         with run.clock("gradients"):
             processes.texts(_BEGUN, str(run.manifest.run))
-            measured, reference = analysis.measure(run)
+            measured = analysis.measure(run)
             assert measured is not None, "the process that leads has what all have measured"
             require_unchanged(analysis.setup.samples.stamps)
         with run.clock("tables"):
-            judged = analysis.judging.judge(measured, reference)
+            judged = analysis.rule.judge(measured)
             parameters, measures = analysis.tables(measured)
             folder.finish_samples(judged.frame)
             folder.write_table("parameters.parquet", parameters)
             folder.write_measures(measures)
+            projected = measured.rows.get(PROJECTED)
+            issues = issue_table(judged.frame, None if projected is None else projected.double().numpy())
+            folder.write_table(ISSUES, issues.samples)
+            folder.write_table(ISSUE_SUMMARY, issues.summary)
         analysis.say_what_to_know(run)
         facts = run.add(**analysis.facts(measured, judged, run))
         verdict = check_samples(judged.frame, facts, folder, gate)
         inputs, words, special = analysis.shown(judged, measures)
         names = analysis.setup.config.data.class_names
         result = AnalyzeResult(
-            judged.frame, parameters, facts, folder.path, inputs, names, measures, verdict, words, special
+            judged.frame,
+            parameters,
+            facts,
+            folder.path,
+            inputs,
+            names,
+            measures,
+            verdict,
+            words,
+            special,
+            issues.samples,
+            issues.summary,
         )
         with run.clock("report"):
             folder.write_inputs(inputs, words, special)
@@ -145,7 +159,7 @@ class Analysis:
     setup: Setup
     setting: Setting
     every: list[Measure]
-    judging: OutlierRule
+    rule: OutlierRule
     in_dataset: int
     limit: int | float | None
     sample: bool
@@ -160,8 +174,7 @@ class Analysis:
         """
         drawn = {"rows are drawn at random": True} if self.sample else {}
         in_parts = {NUMBER_OF_PARTS: parts} if parts is not None else {}
-        rows = identity(self.setup, len(self.setting), all_rows=all_rows)
-        return rows | self.judging.identity(all_rows) | drawn | in_parts
+        return identity(self.setup, len(self.setting), all_rows=all_rows) | drawn | in_parts
 
     def require_same_on(self, processes: Processes) -> None:
         """Raises DistributedError where a process has loaded something else than the first one, by all that
@@ -182,21 +195,19 @@ class Analysis:
         about = describe_run("analyze", self.setup, check, measure_specs(config))
         return replace(about, identity=now, run=digest(now), limit=self.limit, sampled_by=seed)
 
-    def measure(self, run: Run[Processes]) -> tuple[Measured | None, Reference | None]:
-        """(what was measured, the trusted samples with their scores), in a run whose folder is there; None
-        for a process that does not lead, and of a part of a run.
-        """
-        folder, processes = run.folder, run.processes
-        about, content = about_rows(self.setup), content_of_made(self.setup.samples)
-        begun_as = str(folder.manifest().get("run"))
-        measured = Passes(
-            self.setting, self.every, about, folder, run.progress, processes, begun_as, content=content
+    def measure(self, run: Run[Processes]) -> Measured | None:
+        """What was measured, in a run whose folder is there; None for a process that does not lead."""
+        folder = run.folder
+        return Passes(
+            self.setting,
+            self.every,
+            about_rows(self.setup),
+            folder,
+            run.progress,
+            run.processes,
+            str(folder.manifest().get("run")),
+            content_of_made(self.setup.samples),
         ).run()
-        if processes.parts is not None and not processes.leads:
-            return None, None
-        # The reference of a run in parts is measured where they are merged.
-        by = OneProcess() if processes.parts is not None else processes
-        return measured, self.judging.reference(folder, run.progress, by, begun_as)
 
     def tables(self, measured: Measured) -> tuple[pd.DataFrame, dict[str, MeasureResult]]:
         """(the table of parameters, the results of the measures by name)."""
@@ -265,10 +276,8 @@ def load_analysis(config: Config, limit: int | float | None, sample: bool, run: 
         read_ahead(setup.samples, count, progress)
     setup = setup.with_rows_described()
     setting, every = prepare(setup, measures, count, partial(run.say, "samples"))
-    judging = OutlierRule(setup, measures)
-    if processes.leads:
-        judging.read_ahead(progress)
-    analysis = Analysis(setup, setting, every, judging, in_dataset, limit, sample)
+    rule = outlier_rule(setup, measures)
+    analysis = Analysis(setup, setting, every, rule, in_dataset, limit, sample)
     if processes.size > 1:
         require_mergeable(every)
         analysis.require_same_on(processes)

@@ -63,7 +63,6 @@ class Passes:
         folder: where finished rows go; all processes see it.
         processes: those that share the rows.
         identity: a hash of the run's identity: shards of another one are refused.
-        prefix: of the passes' names, where one run has the passes of two datasets.
         content: a hash of some rows, where code makes them, which may make others in another process.
     """
 
@@ -74,7 +73,6 @@ class Passes:
     say: Say
     processes: Processes
     identity: str
-    prefix: str = ""
     content: Content | None = None
     _work: RankReport = field(default_factory=lambda: RankReport(rows=0))
 
@@ -113,7 +111,7 @@ class Passes:
             mine = self._my_rows(own.name, in_chunks(self._missing(own.name), self.stream.rows_at_longest))
             self._run_pass(shards, mine, partial(self._run_own_pass, own, again, before))
             names.append((own.name, f"the pass {own.name}"))
-        ranks = rank_facts(self.processes, self.prefix, self._work)
+        ranks = rank_facts(self.processes, "", self._work)
         return replace(self._gathered(names), ranks=ranks) if self.processes.leads else None
 
     def _run_own_pass(
@@ -158,7 +156,7 @@ class Passes:
 
     def _stored(self, name: str) -> StoredPass:
         """What all processes have stored of a pass."""
-        return StoredPass(self.folder, name, self.prefix, self.identity, len(self.setting))
+        return StoredPass(self.folder, name, self.identity, len(self.setting))
 
     def _missing(self, name: str) -> list[range]:
         """The rows of a pass that are still to be computed, as the first process finds them."""
@@ -166,7 +164,7 @@ class Passes:
         def ends() -> list[int]:
             return [end for rows in self._stored(name).missing() for end in (rows.start, rows.stop)]
 
-        found = self.processes.agreed(f"{self.prefix}{name}, missing", ends)
+        found = self.processes.agreed(f"{name}, missing", ends)
         return [range(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
     def _shards(self, name: str, measures: Sequence[Measure] = ()) -> Shards:
@@ -179,7 +177,7 @@ class Passes:
         return shards
 
     def _my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
-        return self.processes.my_rows(self.prefix + name, chunks)
+        return self.processes.my_rows(name, chunks)
 
     def _run_pass(
         self,
@@ -274,7 +272,7 @@ class Passes:
             self.stream.choose_chunk_size(len(self.setting), factors)
             return self.stream.chunk_facts()
 
-        self.stream.take_chunk_facts(self.processes.agreed(f"{self.prefix}chunk", size))
+        self.stream.take_chunk_facts(self.processes.agreed("chunk", size))
 
     def _merge(self, measures: Sequence[Measure]) -> None:
         """Give each process what all have gathered, those of an earlier run among them."""
@@ -284,9 +282,7 @@ class Passes:
             for part in stored.parts():
                 kept = FinishedShards() if part in here else stored.of_part(part).read()
                 self._add(measures, _as_torch(kept.state))
-        state = processes.reduce(
-            f"{self.prefix}state", lambda: self._state(measures), partial(self._add, measures)
-        )
+        state = processes.reduce("state", lambda: self._state(measures), partial(self._add, measures))
         if processes.rank:
             self._restore(measures, _as_numpy(state))
 

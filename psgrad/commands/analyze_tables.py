@@ -42,23 +42,21 @@ from psgrad.run.shards import FinishedShards, Shard, Shards
 class StoredPass:
     """What all processes have stored of one pass.
 
-    name: of the pass, as messages say it. prefix: before it in the names of files. run: a hash of the run's
-    identity. count: how many rows the pass is over.
+    run: a hash of the run's identity. count: how many rows the pass is over.
     """
 
     folder: RunFolder
     name: str
-    prefix: str
     run: str
     count: int
 
     def parts(self) -> list[str]:
         """The names of the processes, or parts, that have stored something."""
-        return Shards.parts(self.folder, self.prefix + self.name)
+        return Shards.parts(self.folder, self.name)
 
     def of_part(self, part: str, counted: bool = False) -> Shards:
         """The shards of one process. counted: see `Shards`."""
-        return Shards(self.folder, self.prefix + self.name, self.run, part, counted=counted)
+        return Shards(self.folder, self.name, self.run, part, counted=counted)
 
     def finished(self) -> list[FinishedShards]:
         """What each process has stored."""

@@ -15,20 +15,19 @@ import torch
 from torch import Tensor
 
 from psgrad.commands.private_setup import PrivateSetup
-from psgrad.commands.private_statement import Statement, ledger_header
+from psgrad.commands.private_statement import ledger_header, ledger_line
 from psgrad.engine.execution.loading import to_device
 from psgrad.engine.privacy.audit import Replayed, compare_neighbours
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams, batch_source
 from psgrad.engine.privacy.clipped_sums import Total
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Records, record_loss
 from psgrad.engine.privacy.snapshot import tensors_of
-from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.engine.privacy.unchanged import BitSums, Unchanged, has_bits
-from psgrad.errors import DataError
 from psgrad.ragged import Block
-from psgrad.run.results import NeighbourPair
+from psgrad.run.results.privacy import NeighbourPair
 
 # The largest batch: neighbours differ by one record in any batch.
 _MOST_RECORDS = 256
@@ -56,91 +55,63 @@ _TAKEN_BACK = [
 
 
 class Neighbours(NamedTuple):
-    """Two neighbouring batches.
+    """Two neighbouring batches: how they differ, in words, and the clipped sum of each.
 
-    Attributes:
-        pair: how they differ, in words. Of several pairs of one name the worst is told of.
-        first, second: the clipped sums of both. Records are drawn when they are asked for: there is one
-            source at a time.
-        records: of the second one's dataset; None where what is published of a dataset is not compared.
-        planted: whether the second one has a record with extreme inputs, which code may refuse to read.
+    Records are drawn when a sum is asked for: there is one source at a time.
     """
 
     pair: str
     first: GradientSource
     second: GradientSource
-    records: int | None = None
-    planted: bool = False
 
 
-def audited_pairs(setup: PrivateSetup, base: float) -> tuple[list[NeighbourPair], list[str]]:
+def audited_pairs(setup: PrivateSetup, multiplier: float) -> tuple[list[NeighbourPair], list[str]]:
     """(what a step on a drawn batch and on each of its neighbours gave, with the same random numbers; what
-    was left out, and why).
+    was left out, and why). Of several pairs of one name it is the worst.
     """
     worst: dict[str, Replayed] = {}
-    notes = []
-    if not has_floats(setup):
-        notes.append(
-            "no record that is not finite was among the neighbours: no input of the dataset is floating point"
-        )
     batch = setup.sampling.draw(len(setup.records), make_generator())[:_MOST_RECORDS]
-    for neighbours in itertools.chain(_of_dataset(setup, batch), _cancelling(setup, batch)):
-        try:
-            found = _compared(setup, base, neighbours)
-        except DataError as error:
-            if not neighbours.planted:
-                raise
-            # an augmentation that takes no such numbers
-            notes.append(f"not compared: {neighbours.pair}, on which {error.message}")
-            continue
-        before = worst.get(found.pair)
+    for pair, first, second in itertools.chain(_of_dataset(setup, batch), _cancelling(setup, batch)):
+        found = compare_neighbours(
+            first,
+            second,
+            setup.clipping,
+            Noise(multiplier),
+            setup.privacy.relation,
+            make_generator(),
+            pair=pair,
+        )
+        before = worst.get(pair)
         if before is None or (not found.holds, found.over) > (not before.holds, before.over):
-            worst[found.pair] = found
-    return [_as_pair(found) for found in worst.values()], notes
-
-
-def _compared(setup: PrivateSetup, base: float, neighbours: Neighbours) -> Replayed:
-    """What the run's first step gives on both batches."""
-    arguments = setup.step_arguments(base)
-    del arguments["sampling"]
-    datasets = iter((len(setup.records), neighbours.records))
-
-    def public(noisy: NoisySum) -> dict[str, object]:
-        """The ledger's header and first line, for a dataset with the number of records of this batch's
-        dataset.
-        """
-        size = next(datasets)
-        return {} if neighbours.records is None or size is None else _published(setup, base, size)
-
-    return compare_neighbours(
-        neighbours.first,
-        neighbours.second,
-        **{**arguments, "noise": setup.noise(base)(0)},
-        generator=make_generator(),
-        pair=neighbours.pair,
-        public=public,
-    )
-
-
-def _published(setup: PrivateSetup, base: float, records: int) -> dict[str, object]:
-    """What the ledger of a run on so many records says before its first step is released."""
-    resized = dataclasses.replace(setup, records=Records.of_rows(records))
-    generator = make_generator()
-    training = PrivateTraining(
-        setup.parameters,
-        setup.source,
-        records,
-        **setup.step_arguments(base),
-        optimizer=torch.optim.SGD(setup.parameters.values(), lr=0.0),
-        generator=generator,
-    )
-    line = Statement(resized, base, generator).ledger_line(training.event(), training)
-    return {f"the ledger's {name}": value for name, value in {**ledger_header(resized, base), **line}.items()}
+            worst[pair] = found
+    pairs = [_as_pair(found) for found in worst.values()]
+    if setup.privacy.relation == "add_or_remove_one":
+        pairs.append(_published_pair(setup, multiplier))
+    none = "no record that is not finite was among the neighbours: no input of the dataset is floating point"
+    return pairs, [] if has_floats(setup) else [none]
 
 
 def _as_pair(found: Replayed) -> NeighbourPair:
     fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(NeighbourPair)}
     return NeighbourPair(**{**fields, "differing": list(found.differing)})
+
+
+def _published_pair(setup: PrivateSetup, multiplier: float) -> NeighbourPair:
+    """Whether the ledger of a run says anything else before its first step if there is a record more."""
+    generator = make_generator()
+    published = []
+    for more in (0, 1):
+        resized = dataclasses.replace(setup, records=Records.of_rows(len(setup.records) + more))
+        line = ledger_line(resized, multiplier, generator, 1)
+        published.append({**ledger_header(resized, multiplier), **line})
+    first, second = published
+    differing = [
+        f"the ledger's {name}" for name in {**first, **second} if first.get(name) != second.get(name)
+    ]
+    sensitivity = setup.clipping.sensitivity(setup.privacy.relation)
+    return NeighbourPair(
+        "the ledger with a record more", 0.0, sensitivity, 0.0, differing, True, not differing
+    )
 
 
 class Contributions(NamedTuple):
@@ -186,14 +157,13 @@ def audited_state(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
     before.state.renew()
     differing += ["the state of the model and the loss"] if before.state.version != version else []
     holds = distance <= _AGAIN * sensitivity and not differing  # not so for NaN
-    finite = math.isfinite(distance)
     return NeighbourPair(
         "a record again, after the others",
         distance,
         sensitivity,
         distance / sensitivity,
         differing,
-        finite,
+        math.isfinite(distance),
         holds,
     )
 
@@ -228,11 +198,10 @@ def with_extreme_records(setup: PrivateSetup) -> PrivateSetup:
         setup.run.objective.params,
         lambda loss, read: setup.run.stream(lambda _: None, loss, read),
         coins=setup.streams.coins,
-        reads_by_code=setup.streams.options["coins"] is not None,
+        reads_by_code=setup.streams.read_coins is not None,
         alone=setup.streams.alone,
         randomness=setup.run.randomness,
         zero_on_error=setup.streams.zero_on_error,
-        **{key: value for key, value in setup.streams.options.items() if key != "coins"},
     )
     return dataclasses.replace(setup, records=streams.records, streams=streams)
 
@@ -275,34 +244,36 @@ def _of_dataset(setup: PrivateSetup, batch: np.ndarray) -> Iterator[Neighbours]:
     and records with extreme inputs come.
     """
     mixed, count = with_extreme_records(setup), len(setup.records)
-    extremes = dict(zip(_EXTREME_FACTORS, range(count, len(mixed.records)), strict=False))
-    outside = np.setdiff1d(np.arange(count), batch)
+    for name, first, second in _batches(setup, mixed, batch, np.setdiff1d(np.arange(count), batch)):
+        yield Neighbours(name, _later(mixed, first), _later(mixed, second))
+
+
+def _later(setup: PrivateSetup, batch: np.ndarray) -> GradientSource:
+    return lambda clipping: _by_record(setup, batch)(clipping)
+
+
+def _batches(
+    setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray, outside: np.ndarray
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """(how they differ, two neighbouring batches). outside: the records that were not drawn."""
+    extremes = dict(zip(_EXTREME_FACTORS, range(len(setup.records), len(mixed.records)), strict=False))
     chosen = _chosen(setup, mixed, batch)
-
-    def pair(name: str, first: np.ndarray, second: np.ndarray, records: int) -> Neighbours:
-        def source_of(batch: np.ndarray) -> GradientSource:
-            return lambda clipping: _by_record(mixed, batch)(clipping)
-
-        planted = bool(second.max(initial=-1) >= count)
-        return Neighbours(name, source_of(first), source_of(second), records, planted)
-
     if setup.privacy.relation == "replace_one":
         others = dict(zip(("another", "one more of the others"), outside[:2], strict=False)) | extremes
         for (name, other), (place, which) in itertools.product(others.items(), chosen.items()):
-            yield pair(f"{which} becomes {name}", batch, _sorted(batch[batch != place], other), count)
+            yield f"{which} becomes {name}", batch, _sorted(batch[batch != place], other)
         if len(batch) and len(outside):
-            yield pair("a batch of one record becomes another", batch[:1], outside[:1], count)
+            yield "a batch of one record becomes another", batch[:1], outside[:1]
         return
-    more = 0 if setup.privacy.relation == "zero_out" else 1
     for place, which in chosen.items():
-        yield pair(f"{which} goes", batch, batch[batch != place], count - more)
+        yield f"{which} goes", batch, batch[batch != place]
     if len(outside):
-        yield pair("a record comes", batch, _sorted(batch, outside[0]), count + more)
+        yield "a record comes", batch, _sorted(batch, outside[0])
     for name, record in extremes.items():
-        yield pair(f"a record comes whose inputs are {name}", batch, _sorted(batch, record), count + more)
+        yield f"a record comes whose inputs are {name}", batch, _sorted(batch, record)
     alone = {int(batch[0]) if len(batch) else 0: "a record"} | dict(list(chosen.items())[:1])
     for place, which in alone.items():
-        yield pair(f"{which} comes into an empty batch", batch[:0], np.array([place]), count + more)
+        yield f"{which} comes into an empty batch", batch[:0], np.array([place])
 
 
 def _chosen(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> dict[int, str]:

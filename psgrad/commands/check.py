@@ -13,7 +13,6 @@ import pandas as pd
 
 from psgrad.config import GateConfig
 from psgrad.config.reading import load_gate
-from psgrad.data.sources.formats.csv import csv_lines
 from psgrad.errors import ConfigError, DataError, OutputError
 from psgrad.quality.findings import (
     NEEDED,
@@ -193,7 +192,8 @@ def _located(
     lines: dict[int, int] = {}
     if path.suffix.lower() == ".csv" and len(ordered):
         rows = samples["index"].to_numpy(int)[ordered["row"].to_numpy(int)]
-        from psgrad.run.identity import files_sha256  # which is needed for these files alone
+        from psgrad.data.sources.formats.csv import csv_lines  # which these files alone need
+        from psgrad.run.identity import files_sha256
 
         try:
             if files_sha256([path]) == run.data.fingerprint:

@@ -11,7 +11,6 @@ from psgrad.config import Config, MethodConfig
 from psgrad.quality.gates import read_baseline
 from psgrad.quality.references import CLASSES, measured_as
 from psgrad.run.finished import finished_manifest
-from psgrad.run.gradient_index import GradientIndex
 
 
 def completed_for_analyze(config: Config) -> Config:
@@ -19,12 +18,13 @@ def completed_for_analyze(config: Config) -> Config:
     has none.
     """
     source = config.analyze.outliers.reference
-    if config.data.class_names is not None or source is None or source.stored is None:
+    if config.data.class_names is not None or source is None:
         return config
-    if source.baseline is not None:
-        stored = (read_baseline(config.base / source.baseline).reference or {}).get("measured_as", {})
+    path = config.base / source
+    if path.suffix == ".json":
+        stored = (read_baseline(path).reference or {}).get("measured_as", {})
     else:
-        stored = measured_as(finished_manifest(config.base / source.stored))
+        stored = measured_as(finished_manifest(path))
     return _with_names(config, stored.get(CLASSES))
 
 
@@ -36,6 +36,8 @@ def completed_for_influence(config: Config, say: Callable[[str], None]) -> Confi
     influence = config.influence
     index = influence.index
     if config.data.class_names is None and index is not None:
+        from psgrad.run.gradient_index import GradientIndex
+
         stored: Any = GradientIndex.begun(index.path)
         names = None if stored is None else stored.description.get("fingerprint", {}).get(CLASSES)
         config = _with_names(config, names)

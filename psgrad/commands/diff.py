@@ -60,7 +60,6 @@ def diff(a: Path, b: Path, *, top: int = 20) -> Comparison:
         spearman=spearman(common["score_a"], common["score_b"]),
         changes=changes_of(both, tail, top),
         groups=groups_of(both),
-        common=common[["score_a", "score_b"]].dropna().reset_index(drop=True),
         warnings=tuple(warnings),
     )
 

@@ -16,23 +16,25 @@ from psgrad.commands.private_ranks import agree, follow, leading
 from psgrad.commands.private_resume import private_hashes
 from psgrad.commands.private_setup import (
     PrivateSetup,
-    base_multiplier,
-    planned_events,
+    noise_multiplier,
     require_privacy,
     set_up_privately,
+    step_event,
     unit_in_words,
 )
 from psgrad.commands.run_manifest import describe_run, running_manifest
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
-from psgrad.engine.privacy.accounting import MECHANISM, Events, epsilon_pld, epsilon_rdp, part_of
+from psgrad.engine.privacy.accounting import MECHANISM, tightest_epsilon
 from psgrad.engine.privacy.audit import AuditedRun, Canaries, judge, play
 from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.noise import Noise
 from psgrad.errors import ConfigError
 from psgrad.reports.audit import audit_content
-from psgrad.run import PrivateRunFolder
+from psgrad.run.private_runs import PrivateRunFolder
 from psgrad.run.progress import Clock
-from psgrad.run.results import DPAuditResult, NoiseAudit, Progress, Say
+from psgrad.run.results import Progress, Say
+from psgrad.run.results.privacy import DPAuditResult, NoiseAudit
 from psgrad.user_code import with_code_beside
 
 FILE = "audit.json"
@@ -88,19 +90,20 @@ def dp_audit(
         setup = set_up_privately(
             config, lambda message: progress(Progress(0, 0, "audit", message)), processes
         )
-        base = base_multiplier(privacy)
+        multiplier = noise_multiplier(privacy)
         agree(setup, private_hashes(setup, ""), processes)
     taken = steps if steps is not None else steps_for(privacy, canaries_only)
     random = coins()
     count = canaries if canaries is not None else canaries_for(setup)
-    require_room(setup, count)
     planted = Canaries.plant(setup.parameters, setup.clipping, count, random)
     folder = PrivateRunFolder.create(path, overwrite)
     with running_manifest(folder, describe_run("dp-audit", setup.run, None), clock):
         alone = None if canaries_only else contributions(setup)
         with clock("canaries"), leading(setup, processes) as summed:
             # The config's seed is for its run; an audit does not use it.
-            mechanism = AuditedRun(**setup.step_arguments(base), generator=make_generator)
+            mechanism = AuditedRun(
+                setup.clipping, Noise(multiplier), setup.sampling, privacy.relation, make_generator
+            )
             numbers = itertools.count()
             progress(Progress(0, taken, "audit", unit="step"))
             played = play(
@@ -113,11 +116,11 @@ def dp_audit(
                 tell=lambda done: progress(Progress(done, taken, "audit", unit="step")),
             )
         with clock("bounds"):
-            events = part_of(planned_events(privacy, base), 0, taken)
-            accounted, accountant = accounted_epsilon(events, privacy.delta)
+            events = [(step_event(privacy, multiplier), taken)]
+            accounted = tightest_epsilon(events, privacy.delta)
             verdict = judge(played, events, privacy.delta, confidence)
         with clock("neighbours"):
-            pairs, notes = ([], []) if alone is None else audited_pairs(setup, base)
+            pairs, notes = ([], []) if alone is None else audited_pairs(setup, multiplier)
             pairs += [] if alone is None else [audited_state(setup, alone)]
         if privacy.noise.seed is not None:
             notes.append(
@@ -127,8 +130,8 @@ def dp_audit(
         noise = played.noise
         result = DPAuditResult(
             epsilon=verdict.epsilon,
-            accounted=accounted,
-            accountant=accountant,
+            accounted=accounted.value,
+            accountant=accounted.accountant,
             delta=verdict.delta,
             confidence=verdict.confidence,
             steps=played.steps,
@@ -199,17 +202,6 @@ def require_sense(privacy: PrivacyConfig, steps: int | None, confidence: float) 
         )
 
 
-def require_room(setup: PrivateSetup, canaries: int) -> None:
-    """Raises ConfigError for more canaries than there are places, where they take those of records."""
-    room = setup.sampling.dataset_size
-    if room is not None and canaries > room:
-        raise ConfigError(
-            f"an audit with {canaries} canaries in a dataset of {room} records; expected fewer: under"
-            " truncated Poisson sampling they take the places of records",
-            hint=f"--canaries {max(room // 2, 1)}",
-        )
-
-
 def steps_for(privacy: PrivacyConfig, canaries_only: bool) -> int:
     """How many of the planned steps are audited by default."""
     if canaries_only:
@@ -224,16 +216,4 @@ def canaries_for(setup: PrivateSetup) -> int:
     sizes = [
         sum(setup.parameters[name].numel() for name in group.parameters) for group in setup.clipping.groups
     ]
-    room = (
-        max(sizes)
-        if setup.sampling.dataset_size is None
-        else min(max(sizes), max(setup.sampling.dataset_size // 2, 1))
-    )
-    return min(_MANY, max(_ENOUGH, min(sizes)), room)
-
-
-def accounted_epsilon(events: Events, delta: float) -> tuple[float | None, str]:
-    """(the smaller of the accountants' epsilons, whose it is); None where neither has one."""
-    known = [(epsilon_pld(events, delta).value, "PLD"), (epsilon_rdp(events, delta).value, "RDP")]
-    stated = [(value, name) for value, name in known if value is not None]
-    return min(stated) if stated else (None, "")
+    return min(_MANY, max(_ENOUGH, min(sizes)), max(sizes))

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from psgrad.commands.private_setup import (
-    adaptive_of,
-    base_multiplier,
     clipping_without_model,
-    planned_events,
+    noise_multiplier,
     require_privacy,
     sampling_of,
-    schedule_of,
+    step_event,
     unit_in_words,
 )
 from psgrad.config import Config, PrivacyConfig
@@ -23,10 +21,9 @@ from psgrad.engine.privacy.accounting import (
     epsilon_rdp,
 )
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.step import sharing_with_count
 from psgrad.reports.privacy_plots import epsilon_by_multiplier
 from psgrad.run import RunFolder
-from psgrad.run.results import DPPlanResult, NoisePlan
+from psgrad.run.results.privacy import DPPlanResult, NoisePlan
 
 # The multipliers beside the config's own, as multiples of it.
 _AROUND = (0.5, 0.75, 1.5, 2.0)
@@ -43,7 +40,7 @@ def dp_plan(config: Config, multipliers: Sequence[float] | None = None) -> DPPla
     can't be met.
     """
     privacy = require_privacy(config)
-    own = base_multiplier(privacy)
+    own = noise_multiplier(privacy)
     compared = (
         multipliers
         if multipliers is not None
@@ -51,8 +48,9 @@ def dp_plan(config: Config, multipliers: Sequence[float] | None = None) -> DPPla
         if own > 0
         else [0.5, 1.0, 2.0]
     )
-    rows = [noise_plan(privacy, base, configured=base == own) for base in sorted({own, *compared})]
-    events = planned_events(privacy, own)
+    rows = [noise_plan(privacy, each, configured=each == own) for each in sorted({own, *compared})]
+    event = step_event(privacy, own)
+    events = [(event, privacy.steps)]
     why_not = {
         "epsilon_rdp": epsilon_rdp(events, privacy.delta).why_not,
         "epsilon_pld": epsilon_pld(events, privacy.delta).why_not,
@@ -69,29 +67,25 @@ def dp_plan(config: Config, multipliers: Sequence[float] | None = None) -> DPPla
         "sensitivity": clipping_without_model(privacy).sensitivity(privacy.relation),
         "expected_batch_size": privacy.expected_batch_size,
         "mechanism": MECHANISM,
-        "schedule": schedule_of(privacy).describe(),
         "target_epsilon": privacy.noise.target_epsilon,
         "why_not": {key: reason for key, reason in why_not.items() if reason is not None},
     }
     plot = config.output.with_name(f"{config.output.name}-plan.png")  # the run folder is for a run
-    result = DPPlanResult(rows, setting, curve_accountant(events), plot)
+    result = DPPlanResult(rows, setting, curve_accountant(event), plot)
     RunFolder(plot.parent).write_bytes(plot.name, epsilon_by_multiplier(result).png())
     return result
 
 
-def noise_plan(privacy: PrivacyConfig, base: float, *, configured: bool) -> NoisePlan:
-    """What the planned steps cost with this base of the noise schedule; its multiplier and noise are those of
-    the first step.
-    """
-    events = planned_events(privacy, base)
-    without_count = Noise(schedule_of(privacy).multiplier(base, 0))
-    bounds = clipping_without_model(privacy)
-    clipping, noise = sharing_with_count(bounds, without_count, adaptive_of(privacy, bounds))
+def noise_plan(privacy: PrivacyConfig, multiplier: float, *, configured: bool) -> NoisePlan:
+    """What the planned steps cost with this noise multiplier."""
+    event = step_event(privacy, multiplier)
+    events = [(event, privacy.steps)]
+    sensitivity = clipping_without_model(privacy).sensitivity(privacy.relation)
     return NoisePlan(
-        noise_multiplier=without_count.multiplier,
-        noise_std=noise.standard_deviation(clipping.sensitivity(privacy.relation)),
+        noise_multiplier=multiplier,
+        noise_std=Noise(multiplier).standard_deviation(sensitivity),
         epsilon_rdp=epsilon_rdp(events, privacy.delta).value,
         epsilon_pld=epsilon_pld(events, privacy.delta).value,
-        curve=epsilon_curve(events, privacy.delta),
+        curve=epsilon_curve(event, privacy.steps, privacy.delta),
         configured=configured,
     )

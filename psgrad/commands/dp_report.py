@@ -19,8 +19,10 @@ from psgrad.engine.privacy.accounting.trade_off import (
 )
 from psgrad.errors import DataError
 from psgrad.reports.privacy_report import render
-from psgrad.run import Ledger, LedgerContent, RunFolder
+from psgrad.run import RunFolder
 from psgrad.run.folders import LEDGER, PUBLIC
+from psgrad.run.ledger import Ledger
+from psgrad.run.ledger_lines import LedgerContent
 from psgrad.run.results.privacy import STEP_KEYS, assumptions_of
 from psgrad.run.results.privacy_report import DPReport
 
@@ -40,7 +42,7 @@ _TYPES: dict[str, Any] = {  # of what is taken from step.json alone; the rest is
     },
     **{"rounding": dict, "ledger": dict, "versions": dict, "insecure_deterministic": bool},
 }
-_OF_HEADER = ("planned_steps", "delta", "relation", "unit", "sampling", "mechanism", "optimizer", "adaptive")
+_OF_HEADER = ("planned_steps", "delta", "relation", "unit", "sampling", "mechanism", "optimizer")
 
 
 def dp_report(run: Path) -> DPReport:
@@ -127,8 +129,7 @@ def problems_of(run: Path, step: dict[str, Any], ledger: LedgerContent) -> list[
             if said is not None and value is not None and not math.isclose(value, said, rel_tol=_CLOSE):
                 found.append(f"step.json has {key} {said:.6g}, and its ledger's steps cost {value:.6g}")
     for number, line in enumerate(lines, 1):
-        multiplier = line.get("sum_noise_multiplier", line["noise_multiplier"])
-        if not math.isclose(line["noise_std"], multiplier * line["sensitivity"], rel_tol=1e-9):
+        if not math.isclose(line["noise_std"], line["noise_multiplier"] * line["sensitivity"], rel_tol=1e-9):
             found.append(f"the noise of step {number} is not its multiplier times its sensitivity")
             break
     weights, digest = run / PUBLIC / "model.safetensors", step["model_sha256"]

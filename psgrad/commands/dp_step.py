@@ -18,30 +18,30 @@ from psgrad.commands.private_resume import (
     require_same_code,
     require_same_data,
     weights_note,
-    with_bound_of,
 )
 from psgrad.commands.private_setup import (
-    base_multiplier,
-    planned_events,
-    require_possible_steps,
+    noise_multiplier,
     require_privacy,
     set_up_privately,
+    step_event,
 )
 from psgrad.commands.private_statement import ledger_header
 from psgrad.commands.private_steps import PrivateRun
 from psgrad.commands.run_manifest import describe_run, running_manifest
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
-from psgrad.engine.privacy.accounting import part_of
 from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.refusals import require_tail
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining, make_optimizer
-from psgrad.errors import ConfigError, one_line
+from psgrad.errors import ConfigError
 from psgrad.reports.words import count
-from psgrad.run import Ledger, PrivateRunFolder
+from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import require_same_run
+from psgrad.run.private_runs import PrivateRunFolder
 from psgrad.run.progress import Clock, without_interrupts
-from psgrad.run.results import DPStepResult, Progress, Say
+from psgrad.run.results import Progress, Say
+from psgrad.run.results.privacy import DPStepResult
 from psgrad.user_code import with_code_beside
 
 
@@ -103,15 +103,16 @@ def dp_step(
             lambda message: progress(Progress(taken, taken + asked, "steps", message, "step")),
             processes,
         )
-        base = privacy.noise.multiplier
-        if base is None:  # solved once: a run that goes on has it in its ledger
-            base = base_multiplier(privacy) if before is None else float(before.header["noise_multiplier"])
-        require_possible_steps(setup, base)
-        header = ledger_header(setup, base)
+        multiplier = privacy.noise.multiplier
+        if multiplier is None:  # solved once: a run that goes on has it in its ledger
+            known = None if before is None else float(before.header["noise_multiplier"])
+            multiplier = noise_multiplier(privacy) if known is None else known
+        require_tail([(multiplier, privacy.steps)], privacy.delta)
+        header = ledger_header(setup, multiplier)
         hashes = private_hashes(setup, uuid4().hex if before is None else before.header["run"])
         agree(setup, hashes, processes)
         budget = budget_of(setup, hashes["data"], hashes["run"])
-        ahead = part_of(planned_events(privacy, base), taken, asked)
+        ahead = [(step_event(privacy, multiplier), asked)] if asked else []
         if before is not None:
             require_same_budget(before.header, budget)
         if budget is not None:
@@ -130,7 +131,6 @@ def dp_step(
         was = require_same_data(folder, hashes)
         snapshot = last_snapshot(folder, before)
         if snapshot is not None:
-            setup = with_bound_of(setup, snapshot)
             snapshot.restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint))
         require_same_run(before.header, header, f"the ledger {folder.ledger}")
         require_same_code(folder, was, hashes)
@@ -148,14 +148,14 @@ def dp_step(
             setup.parameters,
             lambda records: summed.source(records, training.taken),
             len(setup.records),
-            **setup.step_arguments(base),
+            **setup.step_arguments(multiplier),
             optimizer=optimizer,
             generator=make_generator(seed=privacy.noise.seed, position=ledger.position),
             taken=taken,
         )
         saved = taken if snapshot is None else int(snapshot.metadata["step"])
         pay = ledger.append if budget is None else partial(budget.pay, ledger)
-        run = PrivateRun(setup, base, folder, ledger, training, taken - saved, pay)
+        run = PrivateRun(setup, multiplier, folder, ledger, training, taken - saved, pay)
         with clock("steps"):
             progress(Progress(taken, taken + asked, "steps", unit="step"))
             try:
@@ -165,7 +165,7 @@ def dp_step(
                             run.before_step()
                             drawn = training.draw()
                             clipped = training.clipped(drawn)
-                            run.pay(training.event())  # on the disk, before anything of it is released
+                            run.pay()  # on the disk, before anything of it is released
                             noisy = training.noised(clipped)
                             run.keep(noisy, last=not left)
                             training.update(noisy)
@@ -182,13 +182,9 @@ def require_honest_seed(privacy: PrivacyConfig, insecure_deterministic: bool) ->
     """Raises ConfigError for a seed without --insecure-deterministic."""
     if privacy.noise.seed is not None and not insecure_deterministic:
         raise ConfigError(
-            "privacy.noise.seed is set, and with a seed nothing is private: who knows it can draw the"
-            " noise again, and take it off; expected no seed: the noise comes from the operating system's"
-            " entropy",
-            hint=(
-                "remove privacy.noise.seed; or, for a test, add --insecure-deterministic, which is written"
-                " into all that comes out"
-            ),
+            "privacy.noise.seed is set, and with a seed nothing is private: who knows it can draw the noise"
+            " again, and take it off",
+            hint="remove privacy.noise.seed; or, for a test, add --insecure-deterministic",
         )
 
 
@@ -199,16 +195,8 @@ def require_steps_left(privacy: PrivacyConfig, taken: int, steps: int) -> None:
     left = privacy.steps - taken
     if steps > left:
         asked = f"{count(steps, 'step')} {'was' if steps == 1 else 'were'} asked for"
+        fewer = f", or take --steps {left}" if left > 0 else ""
         raise ConfigError(
-            one_line(
-                f"{asked}, and {max(left, 0)} of the {privacy.steps} planned ones are left",
-                "expected " + (f"at most {left} steps" if left > 0 else "a run with steps left"),
-            ),
-            hint=(
-                one_line(
-                    "the noise was chosen for the planned number of steps, and each one spends its part",
-                    "plan more steps (privacy.steps) for a run of its own"
-                    + (f", or take --steps {left}" if left > 0 else ""),
-                )
-            ),
+            f"{asked}, and {max(left, 0)} of the {privacy.steps} planned ones are left",
+            hint=f"the noise is that of the planned steps: plan more for a run of its own{fewer}",
         )

@@ -44,8 +44,8 @@ from psgrad.engine.influence.solvers.choice import solved_products
 from psgrad.reports.words import duration
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged
-from psgrad.run.results import InfluenceResult, Say
-from psgrad.run.results.influence import RemovalCheck, shown_queries, shown_rows
+from psgrad.run.results import Say
+from psgrad.run.results.influence import InfluenceResult, RemovalCheck, shown_queries, shown_rows
 from psgrad.run.results.influence_details import QuestionTables, TokenPair
 from psgrad.run.results.manifest import Counts
 from psgrad.run.run import Run

@@ -33,7 +33,8 @@ from psgrad.run import RunFolder
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.index_files import as_stored
 from psgrad.run.progress import LOADING, Clock, read_ahead
-from psgrad.run.results import IndexResult, Progress, Say
+from psgrad.run.results import Progress, Say
+from psgrad.run.results.influence import IndexResult
 from psgrad.user_code import with_code_beside
 
 

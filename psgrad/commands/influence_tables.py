@@ -21,8 +21,14 @@ from psgrad.engine.influence.method import RowNorms, row_norms
 from psgrad.errors import InfluenceError
 from psgrad.run import RunFolder
 from psgrad.run.gradient_index import GradientIndex
-from psgrad.run.results import InfluenceResult, Progress, Say
-from psgrad.run.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, harmful_rows
+from psgrad.run.results import Progress, Say
+from psgrad.run.results.influence import (
+    QUERY_COLUMNS,
+    SIGN,
+    TRAINING_COLUMNS,
+    InfluenceResult,
+    harmful_rows,
+)
 from psgrad.wording import first_of
 
 _NAMED = 5  # rows in a warning

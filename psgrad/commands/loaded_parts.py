@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from psgrad.commands.class_names import require_names_of_outputs, require_one_numbering
-from psgrad.commands.residence import Residence, residence_of
+from psgrad.commands.weight_placement import WeightPlacement, weight_placement_of
 from psgrad.config import Config, DataConfig, ModelConfig
 from psgrad.config.model import TASK_LOSSES
 from psgrad.data.derived import GroupedSamples, SamplesWithColumns
@@ -46,7 +46,7 @@ class Loaded:
         identity: the hashes of that model.
         model: the same on the device, as `place` puts it there.
         forward: how that model is called on a batch of the samples.
-        residence: where its weights live.
+        placement: where its weights live.
         recompute: whether its repeated modules run again in the backward pass; None for never.
     """
 
@@ -61,13 +61,13 @@ class Loaded:
     samples: Samples
     model: nn.Module
     forward: Forward
-    residence: Residence
+    placement: WeightPlacement
     recompute: Recompute | None
 
     @property
     def supply(self) -> Supply | None:
         """What brings offloaded weights to the device; None where all are there."""
-        return self.residence.supply
+        return self.placement.supply
 
     def another(self, section: ModelConfig, *, in_files: bool = False) -> LoadedModel:
         """The model of another section model of the config, such as one of another checkpoint, with the same
@@ -202,8 +202,8 @@ def load(
     """
     device = pick_device(config.engine.device)
     processes = OneProcess() if processes is None else processes
-    residence = residence_of(config, device, processes)
-    often_freed = residence.where != "resident" or config.model.load is not None
+    placement = weight_placement_of(config, device, processes)
+    often_freed = placement.where != "resident" or config.model.load is not None
     if often_freed and device.type == "cpu":
         give_freed_memory_back()  # before the first tensor is made
     loaded = load_model(
@@ -212,18 +212,18 @@ def load(
         trained.patterns,
         trained.key,
         allow_download=config.allow_download,
-        in_files=residence.where != "resident",
+        in_files=placement.where != "resident",
     )
     config = with_precision(config, loaded)
     dtype, autocast = pick_precision(config.engine.dtype)
     identity = identify(loaded.model)  # now: placing converts tensors
-    residence = residence.supplied(device)
-    model = place(loaded.model, device, dtype, config.model.dtype, residence.supply, trained_too=not updates)
-    residence.require_room(model)
+    placement = placement.supplied(device)
+    model = place(loaded.model, device, dtype, config.model.dtype, placement.supply, trained_too=not updates)
+    placement.require_memory(model)
     engine, recompute = config.engine, None
     if engine.recompute != "none":
         recompute = Recompute(
-            engine.recompute != "auto" or residence.supply is not None,
+            engine.recompute != "auto" or placement.supply is not None,
             engine.recompute if isinstance(engine.recompute, list) else (),
         )
         recompute.add(model)
@@ -246,7 +246,7 @@ def load(
         samples,
         model,
         forward,
-        residence,
+        placement,
         recompute,
     )
 

@@ -30,7 +30,7 @@ from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.builtin.outputs import Predictions, summary_for
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
-from psgrad.errors import ConfigError, MeasureError, PsgradError, one_line
+from psgrad.errors import ConfigError, MeasureError, PsgradError
 from psgrad.plugins import MEASURES, configured, find
 from psgrad.run.results.analyze import SAMPLE_COLUMNS
 from psgrad.user_code import describe_failure
@@ -39,39 +39,34 @@ from psgrad.user_code import describe_failure
 RESERVED = frozenset({*SAMPLE_COLUMNS, "ok", "rows", "token_accuracy"})
 # The measure whose rows detectors judge.
 PROJECTED = "projected_gradients"
+_FLAGS = ("needs_factors", "needs_second_pass")
 _DESCRIBED = ("name", "title", "formula", "unit", "source", "cost", "meanings", "needs")
 
 
 class OwnMeasure(Measure):
-    """The measure `inner`, as the config calls it: `spec`."""
+    """The measure `inner`, as the config calls it: `spec`. What it raises becomes a MeasureError that names
+    it, and what it returns is checked.
+    """
 
     def __init__(self, inner: Measure, spec: str) -> None:
         self.inner, self.spec = inner, spec
-        for key in _DESCRIBED:
+        for key in (*_DESCRIBED, *_FLAGS):
             setattr(self, key, getattr(inner, key))
-        self._copy_flags()
-
-    def _copy_flags(self) -> None:
-        self.needs_factors = bool(self.inner.needs_factors)
-        self.needs_second_pass = bool(self.inner.needs_second_pass)
-
-    def _asked(self, method: str, *arguments: Any) -> Any:
-        with self._errors_in(method):
-            return getattr(self.inner, method)(*arguments)
 
     def prepare(self, setting: Setting) -> None:
         self._count = len(setting)
         self._asked("prepare", setting)
-        self._copy_flags()
+        for key in _FLAGS:
+            setattr(self, key, bool(getattr(self.inner, key)))
 
     def summary(self, output: Any, target: Any) -> Arrays:
-        return self._named(self._asked("summary", output, target), "summary")
+        return self._tensors("summary", self._asked("summary", output, target))
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
-        return self._checked(self._asked("columns", gradients), len(gradients), "columns")
+        return self._columns("columns", self._asked("columns", gradients), len(gradients))
 
     def columns_again(self, gradients: PerSampleGradients) -> Arrays:
-        return self._checked(self._asked("columns_again", gradients), len(gradients), "columns_again")
+        return self._columns("columns_again", self._asked("columns_again", gradients), len(gradients))
 
     def keep(self) -> None:
         self._asked("keep")
@@ -80,22 +75,18 @@ class OwnMeasure(Measure):
         self._asked("between")
 
     def passes(self) -> Sequence[OwnPass]:
-        with self._errors_in("passes"):
-            found = list(self.inner.passes())
-        for own in found:
-            if not isinstance(own, OwnPass):
-                raise self._wrong("passes", f"returned a list with {type(own).__name__}", "a list of OwnPass")
-
         def run(own: OwnPass, rows: range, chunk_size: int) -> Iterator[Columns]:
-            with self._errors_in(f"the pass {own.name}"):
+            where = f"the pass {own.name}"
+            with self._errors_in(where):
                 for each in own.run(rows, chunk_size):
-                    values = self._checked(each.values, each.stop - each.start, f"the pass {own.name}")
+                    values = self._columns(where, each.values, each.stop - each.start)
                     yield Columns(each.start, each.stop, values)
 
-        return [OwnPass(own.name, partial(run, own)) for own in found]
+        with self._errors_in("passes"):
+            return [OwnPass(own.name, partial(run, own)) for own in self.inner.passes()]
 
     def state(self) -> Arrays:
-        return self._named(self._asked("state"), "state")
+        return self._tensors("state", self._asked("state"))
 
     def restore(self, state: Arrays) -> None:
         self._asked("restore", state)
@@ -104,30 +95,20 @@ class OwnMeasure(Measure):
         self._asked("merge", state)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        found = self._asked("gather", rows)
-        if not isinstance(found, Gathered):
-            raise self._wrong("gather", f"returned {type(found).__name__}", "a Gathered")
-        self._require_keepable(found)
-        return replace(found, columns=self._checked(found.columns, self._count, "gather"))
-
-    def _require_keepable(self, found: Gathered) -> None:
-        """Raises MeasureError for what no file of the run can hold, before it would be lost."""
-        self._named(found.arrays, "gather")
-        with self._errors_in("the numbers of gather"):
+        found: Gathered = self._asked("gather", rows)
+        with self._errors_in("gather"):  # what no file of the run can hold is found now
             json.dumps(dict(found.numbers))
-        for name, table in found.tables.items():
-            if not isinstance(name, str) or not isinstance(table, Mapping):
-                raise self._wrong(
-                    "gather",
-                    f"returned {type(table).__name__} as the table {name}",
-                    "a dict of columns by name",
-                )
-            with self._errors_in(f"the table {name} of gather"):
+            for table in found.tables.values():
                 pa.Table.from_pandas(frame_of(table))
+            self._tensors("gather", found.arrays)
+            return replace(found, columns=self._columns("gather", found.columns, self._count))
+
+    def _asked(self, method: str, *arguments: Any) -> Any:
+        with self._errors_in(method):
+            return getattr(self.inner, method)(*arguments)
 
     @contextmanager
     def _errors_in(self, where: str) -> Iterator[None]:
-        """An exception of the measure becomes a MeasureError that names the measure and the method."""
         try:
             yield
         except PsgradError:
@@ -137,13 +118,10 @@ class OwnMeasure(Measure):
                 raise
             raise MeasureError(
                 f"the measure {self.spec} raised {describe_failure(error)} in {where}",
-                hint=(
-                    "a mistake in the measure; --debug shows the line; docs/reference/measures.md says"
-                    " what each method is asked"
-                ),
+                hint="--debug shows the line; docs/reference/measures.md says what each method is asked",
             ) from error
 
-    def _named(self, found: Any, where: str) -> Arrays:
+    def _tensors(self, where: str, found: Any) -> Arrays:
         if not isinstance(found, Mapping):
             raise self._wrong(where, f"returned {type(found).__name__}", "a dict of tensors by name")
         for name, value in found.items():
@@ -153,32 +131,23 @@ class OwnMeasure(Measure):
                 raise self._wrong(where, f"returned {type(value).__name__} as {name}", "a tensor")
         return dict(found)
 
-    def _checked(self, found: Any, count: int, where: str) -> Arrays:
+    def _columns(self, where: str, found: Any, count: int) -> Arrays:
         """The columns, which have to be [count, ...] numbers with names of their own; halves, which no table
         knows, as float32.
         """
-        for name, column in self._named(found, where).items():
+        for name, column in self._tensors(where, found).items():
             if name in RESERVED:
-                expected = (
-                    f"a name of its own, such as {self.name}.{name}: {name} is a column that every run has"
-                )
+                expected = f"another name, such as {self.name}.{name}: every run has this column"
                 raise self._wrong(where, f"makes a column {name}", expected)
             if column.dim() == 0 or len(column) != count:
-                shape = f"of shape {tuple(column.shape)} for {count} samples"
-                raise self._wrong(
-                    where,
-                    f"returned {name} {shape}",
-                    f"shape ({count},), one number a sample, or ({count}, ...)",
-                )
+                shape = f"{name} of shape {tuple(column.shape)} for {count} samples"
+                raise self._wrong(where, f"returned {shape}", f"shape ({count},), or ({count}, ...)")
             if column.is_complex():
                 raise self._wrong(where, f"returned {name} of type {column.dtype}", "real numbers")
         return {name: accumulating(column) for name, column in found.items()}
 
     def _wrong(self, where: str, what: str, expected: str) -> MeasureError:
-        return MeasureError(
-            one_line(f"the measure {self.spec} {what} in {where}", "expected " + (expected)),
-            hint="a mistake in the measure",
-        )
+        return MeasureError(f"the measure {self.spec} {what} in {where}; expected {expected}")
 
 
 def frame_of(table: Mapping[str, Any]) -> pd.DataFrame:

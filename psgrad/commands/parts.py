@@ -10,8 +10,7 @@ from pathlib import Path
 
 from psgrad.commands.analyze import analyze, load_analysis
 from psgrad.commands.measure_setup import require_mergeable
-from psgrad.commands.run_identity import NAMES, NUMBER_OF_PARTS, reopen
-from psgrad.commands.setup import Setup
+from psgrad.commands.run_identity import NUMBER_OF_PARTS, reopen
 from psgrad.config import Config
 from psgrad.config.reading import config_from
 from psgrad.engine.execution.ranks import MergingParts, OneProcess, Processes, RowPart
@@ -49,7 +48,7 @@ def measure_part(
     rows = len(analysis.setting)
     part = RowPart.of(number, count, rows, size if isinstance(size, int) else 1)
     run = Run[Processes](config.output, part, progress)
-    run.folder = shared_folder(config.output, analysis.setup, analysis.manifest(analysis.identity(count)))
+    run.folder = _shared_folder(config.output, analysis.manifest(analysis.identity(count)))
     progress(Progress(0, 0, "samples", f"rows {part.rows.start:,} to {part.rows.stop - 1:,} of {rows:,}"))
     analysis.measure(run)
     return run.path
@@ -82,7 +81,7 @@ def merge(output: Path, *, report: bool = True, progress: Say = lambda _: None) 
     return result
 
 
-def shared_folder(output: Path, run: Setup, manifest: RunManifest) -> RunFolder:
+def _shared_folder(output: Path, manifest: RunManifest) -> RunFolder:
     """The folder of a run, which the first of its parts makes. manifest: at the run's beginning.
 
     Raises ConfigError where the folder is that of another run, and OutputExistsError where it is of none, or
@@ -94,19 +93,18 @@ def shared_folder(output: Path, run: Setup, manifest: RunManifest) -> RunFolder:
             output.rmdir()
         output.mkdir(0o700)
     except FileExistsError:
-        return _existing_folder(output, run, manifest)
+        return _existing_folder(output, manifest)
     except OSError as error:
         raise OutputError(f"the output folder {output} can't be made: {error.strerror or error}") from error
     folder = RunFolder.create(output)
-    folder.write_json(NAMES, run.identity.names)
     folder.write_manifest(replace(manifest, state="running").content())
     return folder
 
 
-def _existing_folder(output: Path, run: Setup, manifest: RunManifest) -> RunFolder:
+def _existing_folder(output: Path, manifest: RunManifest) -> RunFolder:
     """The folder that another part has made, or makes now."""
     end = time.monotonic() + _SECONDS_TO_MAKE_FOLDER
-    while (folder := reopen(output, manifest.identity or {}, run, alone=False)) is None:
+    while (folder := reopen(output, manifest.identity or {}, alone=False)) is None:
         if time.monotonic() > end:
             raise OutputExistsError(
                 f"the output folder {output} exists, and holds no run; expected a new or empty folder, or"

@@ -27,7 +27,7 @@ from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.per_sample import BatchPass, per_sample_square_norms
 from psgrad.ragged import Block
-from psgrad.run.results import ParameterPlan, PlanResult
+from psgrad.run.results.plan import ParameterPlan, PlanResult
 from psgrad.user_code import with_code_beside
 
 # Rows of the chunk for which moved weights are counted.
@@ -48,8 +48,8 @@ def plan(config: Config, *, say: Callable[[str], None] = lambda _: None) -> Plan
     stream = run.stream(say)
     found = replace(
         plan_run(stream, len(run.samples)),
-        parameters_live=run.residence.where,
-        parameters_reason=run.residence.why,
+        parameters_live=run.placement.where,
+        parameters_reason=run.placement.why,
         recomputed=run.recompute.modules if run.recompute is not None and run.recompute.on else [],
     )
     if run.supply is None:

@@ -30,10 +30,10 @@ from psgrad.commands.private_setup import PrivateSetup, unit_in_words
 from psgrad.engine.privacy.accounting import Events, event_of, merged
 from psgrad.engine.privacy.accounting.budgets import Account, accounts_of, composed
 from psgrad.engine.privacy.refusals import require_small_delta
-from psgrad.errors import ConfigError, LedgerError, one_line
+from psgrad.errors import ConfigError, LedgerError
 from psgrad.reports.privacy import compact, epsilon
 from psgrad.reports.words import count
-from psgrad.run import Ledger
+from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import NOTE, LedgerLines
 from psgrad.run.results.privacy_report import BudgetResult, BudgetRun
 
@@ -197,23 +197,15 @@ class Budget:
         )
         if rolled_back or len(steps) - len(known) > ahead:
             raise LedgerError(
-                f"the budget {self.path} lacks lines that it had when this run took its last step;"
-                " expected the file that the run's steps were paid from",
-                hint=(
-                    "it was replaced by an older copy, or begun anew; put the whole file back; without"
-                    " it, what all runs spent together is unknown"
-                ),
+                f"the budget {self.path} lacks lines that it had when this run took its last step",
+                hint="put the whole file back: without it, what all runs spent together is unknown",
             )
         return steps[len(known) :]
 
     def _of_another(self, what: str) -> LedgerError:
         return LedgerError(
-            f"{what} ({self.path}); expected the one folder of this run that its steps were taken in",
-            hint=(
-                "the folder is a copy, of which another one went on, or it was restored from a backup:"
-                " steps that were taken since are spent; go on in the folder that has all steps, or"
-                " begin a run with another --output"
-            ),
+            f"{what} ({self.path}): the folder is a copy, of which another one went on",
+            hint="go on in the folder that has all steps, or begin a run with another --output",
         )
 
     def _require_room(self, missing: Events, events: Events) -> None:
@@ -228,24 +220,18 @@ class Budget:
         found = composed({**others, self.run: mine}, delta)
         if found.value is None:
             raise ConfigError(
-                f"the budget {self.path} can't be composed with this run: {found.why_not}; expected runs"
-                " that one accountant covers together",
+                f"the budget {self.path} can't be composed with this run: {found.why_not}",
                 hint="choose sampling and noise like those of the earlier runs",
             )
         if found.value > most:
             spent = composed(self._accounts, delta, reserved=False).value
             held = sum(sum(account.ahead.values()) for account in others.values())
             asked = sum(steps for _, steps in events)
+            reserved = f"; {count(held, 'step')} reserved for other runs" if held else ""
             raise ConfigError(
-                one_line(
-                    f"{count(asked, 'step')} of this run would bring what is spent of the budget"
-                    f" {self.path} to epsilon {_words(found.value)}, at delta {compact(delta)}",
-                    "expected "
-                    + (
-                        f"at most {compact(most)}, of which {_words(spent)} is spent"
-                        + (f"; {count(held, 'step')} reserved for other runs" if held else "")
-                    ),
-                ),
+                f"{count(asked, 'step')} of this run would bring what is spent of the budget {self.path} to"
+                f" epsilon {_words(found.value)}, at delta {compact(delta)}; expected at most"
+                f" {compact(most)}, of which {_words(spent)} is spent{reserved}",
                 hint=f"take fewer steps, or more noise; psgrad dp-budget {self.path} shows the runs",
             )
         self._fits = (self._file.position, [*missing, *events])
@@ -262,13 +248,10 @@ def require_same_budget(header: Mapping[str, Any], budget: Budget | None) -> Non
     then, now = header.get("budget"), None if budget is None else budget.identity
     if then != now:
         words = ["none" if each is None else f"epsilon {compact(each['epsilon'])}" for each in (then, now)]
+        another = ", in another file" if words[0] == words[1] else ""
         raise ConfigError(
-            one_line(
-                f"the run began with another budget: it was {words[0]} and is {words[1]}"
-                + (", in another file" if words[0] == words[1] else ""),
-                "expected privacy.budget as it was, and the file that it names",
-            ),
-            hint="put it back, or begin a run of its own with another --output",
+            f"the run began with another budget: it was {words[0]} and is {words[1]}{another}",
+            hint="put privacy.budget and its file back, or begin a run of its own with another --output",
         )
 
 
@@ -279,9 +262,8 @@ def _words(value: float | None) -> str:
 def _require_budget(content: LedgerLines, path: Path) -> None:
     if content.lines and content.header.get("command") != COMMAND:
         raise LedgerError(
-            f"{path} is the ledger of a run and no budget; expected the file that privacy.budget.file"
-            " names, or a name that is free",
-            hint="choose another file",
+            f"{path} is the ledger of a run and no budget",
+            hint="name another file in privacy.budget.file",
         )
 
 
@@ -295,11 +277,6 @@ def _require_terms(header: Mapping[str, Any], terms: Mapping[str, Any], data: st
         differing.insert(0, "the data are others")
     if differing:
         raise ConfigError(
-            f"the budget {path} is not one of this run: {'; '.join(differing)}; expected runs on the same"
-            " data, with one unit of privacy, one relation and one budget",
-            hint=(
-                "what protects one unit or relation does not add up with what protects another; what is"
-                " spent on other data is another budget; go on with what the file was begun with, or"
-                " name a file of its own for this run"
-            ),
+            f"the budget {path} is not one of this run: {'; '.join(differing)}",
+            hint="go on with what the file was begun with, or name a file of its own for this run",
         )

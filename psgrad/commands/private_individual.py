@@ -11,9 +11,9 @@ from psgrad.commands.private_setup import PrivateSetup
 from psgrad.engine.privacy.accounting import StepEvent, event_of
 from psgrad.engine.privacy.individual import IndividualAccount, restored, shares_of
 from psgrad.engine.privacy.step import PrivateTraining
-from psgrad.run import Ledger, PrivateRunFolder
 from psgrad.run.folders import PRIVATE
-from psgrad.run.private_runs import PREFIX
+from psgrad.run.ledger import Ledger
+from psgrad.run.private_runs import PREFIX, PrivateRunFolder
 
 TABLE, _STATE = "individual_epsilon.parquet", "individual_moments.npz"
 
@@ -26,9 +26,7 @@ class IndividualTable:
 
     def __init__(self, setup: PrivateSetup, folder: PrivateRunFolder, ledger: Ledger, every: int) -> None:
         self._setup, self._folder, self._every, self._measured = setup, folder, every, False
-        adaptive = setup.privacy.clipping.adaptive
-        count = None if adaptive is None else adaptive.count_noise_multiplier
-        self._account = IndividualAccount(len(setup.records), count)
+        self._account = IndividualAccount(len(setup.records))
         try:
             with np.load(io.BytesIO((folder.path / PRIVATE / f"{PREFIX}{_STATE}").read_bytes())) as state:
                 self._account = restored(state, self._account)
@@ -41,7 +39,7 @@ class IndividualTable:
         """Compute the norms of all records at the present weights, where it is their turn."""
         if self._measured and training.taken % self._every:
             return
-        source, (clipping, _) = training.source(np.arange(training.records)), training.mechanism()
+        source, clipping = training.source(np.arange(training.records)), training.clipping
         shares = np.empty(training.records)
         shares[self._setup.streams.drawn] = shares_of(source(clipping).records, clipping)
         self._account.measure(shares)
@@ -56,7 +54,7 @@ class IndividualTable:
         setup, samples = self._setup, self._setup.run.samples
         names = samples.ids if setup.privacy.unit is None else pd.unique(pd.Series(samples.units))
         table = pd.DataFrame({"record": names, "epsilon": self._account.epsilons(setup.privacy.delta)})
-        exact = self._every == 1 and not setup.run.model.training and setup.privacy.augmentation is None
+        exact = self._every == 1 and not setup.run.model.training
         table.attrs = {
             "delta": setup.privacy.delta,
             "steps": self._account.steps,

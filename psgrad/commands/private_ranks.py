@@ -44,12 +44,8 @@ def agree(setup: PrivateSetup, hashes: Mapping[str, Any], processes: Processes) 
     if others:
         raise DistributedError(
             f"rank {processes.rank} on {socket.gethostname()} has loaded another"
-            f" {' and another '.join(others)} than rank 0; expected the same config, files, code and"
-            " versions in all processes; no step was taken",
-            hint=(
-                "machines with copies of their own, or a file that was changed in between; give all"
-                " machines the same files, and run again"
-            ),
+            f" {' and another '.join(others)} than rank 0; no step was taken",
+            hint="give all machines the same files, and run again",
         )
     processes.meet(_AGREED)  # no rank goes on before all have compared
 

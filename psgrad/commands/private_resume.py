@@ -5,23 +5,22 @@ began with.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from psgrad.commands.private_setup import PrivateSetup
 from psgrad.commands.private_statement import software
 from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.run import Ledger, LedgerContent, PrivateRunFolder
 from psgrad.run.identity import WEIGHTS, lines_of
-from psgrad.run.ledger_lines import require_same_run
+from psgrad.run.ledger import Ledger
+from psgrad.run.ledger_lines import LedgerContent, require_same_run
+from psgrad.run.private_runs import PrivateRunFolder
 
 
 def require_known_form(before: LedgerContent) -> None:
-    """Raises ConfigError for the ledger of an older psgrad, whose run can't be known again, or had noise that
-    was not rounded.
-    """
-    if "run" not in before.header or any("noise_grid" not in line for line in before.steps):
+    """Raises ConfigError for the ledger of an older psgrad, whose steps may be others than those of now."""
+    dropped = before.header.keys() & {"schedule", "augmentation", "adaptive"}
+    if "run" not in before.header or dropped or any("noise_grid" not in line for line in before.steps):
         raise ConfigError(
             f"the run of {before.path} was begun by an older psgrad",
             hint="begin a run of its own with another --output; the ledger says what this one spent",
@@ -32,7 +31,7 @@ def private_hashes(setup: PrivateSetup, run: str) -> dict[str, Any]:
     """The values by which a run is recognised, its number first. It stays private: the data's hash tells
     whether a guess of all rows is right.
     """
-    augmentation, data = setup.privacy.augmentation, setup.run.config.data
+    data = setup.run.config.data
     restored = tensors_of(setup.run.model)
     return {
         "run": run,
@@ -42,7 +41,7 @@ def private_hashes(setup: PrivateSetup, run: str) -> dict[str, Any]:
         "data": setup.run.samples.content(),
         "columns": data.model_dump(mode="json", include={"inputs", "target", "id"})
         | ({} if data.class_names is None else {"class_names": data.class_names}),
-        **setup.run.hashes([] if augmentation is None else [augmentation.function]),
+        **setup.run.hashes(),
     }
 
 
@@ -53,19 +52,14 @@ def require_same_data(folder: PrivateRunFolder, now: Mapping[str, Any]) -> dict[
     then: dict[str, Any] = folder.private_manifest().get("hashes") or {}
     if then.get("run") != now["run"]:
         raise ConfigError(
-            f"the private folder in {folder.path} belongs to another run than the ledger; expected the one"
-            f" of the run {now['run']}",
-            hint="a part of the folder was put back from a copy; put the whole folder of one run there",
+            f"the private folder in {folder.path} belongs to another run than the ledger",
+            hint="put the whole folder of one run there",
         )
     if (then.get("data"), then.get("columns")) != (now["data"], now["columns"]):
         raise ConfigError(
-            f"the dataset is not the one that the run in {folder.path} began with; expected the same data:"
-            " what was spent was spent on them, and on other data other steps are a run of their own",
-            hint=(
-                "the file was changed, or what the dataset's code reads, or a name in data: path,"
-                " inputs, target, id or class_names; put the data back, or begin a run of its own with"
-                " another --output"
-            ),
+            f"the dataset is not the one that the run in {folder.path} began with: its content, or a name in"
+            " data (inputs, target, id, class_names), is another",
+            hint="put the data back, or begin a run of its own with another --output",
         )
     return then
 
@@ -107,20 +101,15 @@ def last_snapshot(folder: PrivateRunFolder, before: LedgerContent) -> Snapshot |
             data = folder.checkpoint.read_bytes()
         except OSError as error:
             raise CheckpointError(
-                f"{folder.checkpoint} can't be read: {error.strerror or error}; expected the checkpoint"
-                " that the run wrote",
+                f"{folder.checkpoint} can't be read: {error.strerror or error}",
                 hint="put the checkpoint back that belongs to this run",
             ) from error
         return Snapshot.from_bytes(data, str(folder.checkpoint))
     if not before.steps:
         return None
     raise CheckpointError(
-        f"{folder.checkpoint} is gone, and {len(before.steps)} steps were taken; expected the checkpoint"
-        " that the run wrote before its first step, or a later one",
-        hint=(
-            "put the file back, or begin a run of its own with another --output; the ledger says what this"
-            " one spent"
-        ),
+        f"{folder.checkpoint} is gone, and {len(before.steps)} steps were taken",
+        hint="put the file back, or begin a run of its own with another --output",
     )
 
 
@@ -138,10 +127,3 @@ def opened_ledger(
     note = {**own, "checkpoint_step": 0 if saved is None else saved["step"], "versions": software()}
     mark = saved and {key: saved[key] for key in ("ledger_position", "ledger_sha256")}
     return Ledger.resume(folder.ledger, note, expected=header, mark=mark, seen=before)
-
-
-def with_bound_of(setup: PrivateSetup, snapshot: Snapshot) -> PrivateSetup:
-    """The setup with an adaptive bound where the checkpoint left it."""
-    if setup.adaptive is None:
-        return setup
-    return replace(setup, adaptive=replace(setup.adaptive, bound=float(snapshot.metadata["bound"])))

@@ -16,9 +16,9 @@ from psgrad.commands.setup import Setup, setup_of
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.loading import to_device
 from psgrad.engine.execution.ranks import Processes
-from psgrad.engine.privacy.accounting import Events, StepEvent, noise_multiplier_for
+from psgrad.engine.privacy.accounting import StepEvent, noise_multiplier_for
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams
-from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
+from psgrad.engine.privacy.clipping import Clipping, Group
 from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
@@ -29,11 +29,10 @@ from psgrad.engine.privacy.preflight import (
     warm_up,
 )
 from psgrad.engine.privacy.records import RecordReader, Records
-from psgrad.engine.privacy.refusals import require_expected_batch_size, require_small_delta, require_tail
-from psgrad.engine.privacy.sampling import Sampling, Schedule
+from psgrad.engine.privacy.refusals import require_expected_batch_size, require_small_delta
+from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.unchanged import Unchanged
 from psgrad.errors import ConfigError
-from psgrad.user_code import resolve
 
 # The number of rows that are run through the model to check that it keeps them apart.
 _ROWS_LOOKED_AT = 4
@@ -43,9 +42,9 @@ _ROWS_LOOKED_AT = 4
 class PrivateSetup:
     """What a private run is made of, before anything was drawn.
 
-    `parameters` are those that are trained, by name. `adaptive` is where an adaptive bound starts, None for a
-    bound that stays. `unchanged` is the state of the model and the loss from before any record was read;
-    `rank` that of this process. `preflight` says how the model was checked before the first step.
+    `parameters` are those that are trained, by name. `unchanged` is the state of the model and the loss from
+    before any record was read; `rank` that of this process. `preflight` says how the model was checked before
+    the first step.
     """
 
     run: Setup
@@ -54,7 +53,6 @@ class PrivateSetup:
     streams: RecordStreams
     parameters: dict[str, nn.Parameter]
     clipping: Clipping
-    adaptive: AdaptiveBound | None
     sampling: Sampling
     unchanged: Unchanged
     rank: int
@@ -74,20 +72,14 @@ class PrivateSetup:
 
         return source
 
-    def noise(self, base: float) -> Callable[[int], Noise]:
-        """Step number 0, 1, ... to its noise, for this base of the schedule."""
-        schedule = schedule_of(self.privacy)
-        return lambda step: Noise(schedule.multiplier(base, step))
-
-    def step_arguments(self, base: float) -> dict[str, Any]:
-        """What a step is taken with, by the names of its parts in the engine; base: of the noise schedule."""
+    def step_arguments(self, multiplier: float) -> dict[str, Any]:
+        """What a step is taken with, by the names of its parts in the engine."""
         return {
             "clipping": self.clipping,
-            "noise": self.noise(base),
+            "noise": Noise(multiplier),
             "sampling": self.sampling,
             "relation": self.privacy.relation,
             "expected_batch_size": self.privacy.expected_batch_size,
-            "adaptive": self.adaptive,
         }
 
     @property
@@ -98,7 +90,7 @@ class PrivateSetup:
     @property
     def draws(self) -> bool:
         """Whether the model may draw, or code that reads or changes rows."""
-        return self.run.model.training or self.streams.options["coins"] is not None
+        return self.run.model.training or self.streams.read_coins is not None
 
     @property
     def trainable(self) -> dict[str, int]:
@@ -122,10 +114,7 @@ def require_privacy(config: Config) -> PrivacyConfig:
         raise ConfigError(
             "data.group: a private run has its groups in the section privacy; expected"
             " privacy.unit.column, whose rows are clipped together",
-            hint=(
-                f"leave data.group out, and set privacy.unit: {{column: {config.data.group}, combine: sum}}"
-                " for sums of gradients, or combine: mean for averages"
-            ),
+            hint=(f"leave data.group out, and set privacy.unit: {{column: {config.data.group}}}"),
         )
     return config.privacy
 
@@ -154,9 +143,7 @@ def set_up_privately(
         records = Records.of_rows(len(run.samples))
     else:
         records = Records.of_units(run.samples.units, unit.max_rows)
-    augmentation = privacy.augmentation
-    augment = None if augmentation is None else resolve(augmentation.function, config.base)
-    draws = run.model.training or bool(run.samples.code) or augment is not None
+    draws = run.model.training or bool(run.samples.code)
     told: set[str] = set()
 
     def once(message: str) -> None:
@@ -172,31 +159,21 @@ def set_up_privately(
         lambda loss, read: run.stream(once, loss, read),
         # with a seed, they follow from the seed, the step and the rank: also when resumed
         coins=Coins(
-            make_generator(seed=privacy.noise.seed),
-            run.model,
-            run.criterion.function,
-            augment,
-            *run.samples.code,
+            make_generator(seed=privacy.noise.seed), run.model, run.criterion.function, *run.samples.code
         ),
         reads_by_code=bool(run.samples.code),
         alone=privacy.records == "alone" or (privacy.on_error == "zero" and draws),
         randomness=run.randomness,
         zero_on_error=privacy.on_error == "zero",
-        combine="mean" if unit is None else unit.combine,
-        augment=augment,
-        copies=1 if augmentation is None else augmentation.copies,
-        source="privacy.augmentation.function" if augmentation is None else augmentation.function,
     )
     parameters = {name: run.model.get_parameter(name) for name in run.objective.params}
-    clipping = clipping_of(privacy, parameters)
     setup = PrivateSetup(
         run=run,
         privacy=privacy,
         records=records,
         streams=streams,
         parameters=parameters,
-        clipping=clipping,
-        adaptive=adaptive_of(privacy, clipping),
+        clipping=clipping_of(privacy, parameters),
         sampling=sampling_of(privacy),
         unchanged=unchanged,
         rank=0 if processes is None else processes.rank,
@@ -229,8 +206,8 @@ def refuse(setup: PrivateSetup) -> str:
     setup.unchanged.require(by_bits=True)
     if privacy.preflight == "rows":
         require_separate_records(run.objective, inputs, target)
-        if setup.streams.options["coins"] is not None:  # rows from files are the same each time
-            reader = RecordReader(setup.records, run.reader.take, **setup.streams.options)
+        if setup.streams.read_coins is not None:  # rows from files are the same each time
+            reader = RecordReader(setup.records, run.reader.take, coins=setup.streams.read_coins)
             reader.require_memoryless(chosen)
         setup.unchanged.require(by_bits=True)
         words = f"checked on {len(block)} rows of the data"
@@ -264,15 +241,6 @@ def _looked_at(setup: PrivateSetup) -> np.ndarray:
     return np.array(sound or chosen)
 
 
-def require_possible_steps(setup: PrivateSetup, base: float) -> None:
-    """Raises ConfigError for a plan with steps that can't be taken: better now than when the steps before
-    them are paid for.
-    """
-    privacy = setup.privacy
-    steps = [(event.noise_multiplier, count) for event, count in planned_events(privacy, base)]
-    require_tail(steps, privacy.delta)
-
-
 # -- values of a config --------------------------------------------------------------------------------------
 
 
@@ -281,20 +249,14 @@ def sampling_of(privacy: PrivacyConfig) -> Sampling:
     return Sampling(**privacy.sampling.model_dump())
 
 
-def schedule_of(privacy: PrivacyConfig) -> Schedule:
-    """How the noise multiplier changes from step to step."""
-    return Schedule(**privacy.noise.schedule.model_dump())
-
-
 def clipping_of(privacy: PrivacyConfig, parameters: Mapping[str, nn.Parameter]) -> Clipping:
     """What each record's gradient in these parameters is clipped to."""
     wanted = privacy.clipping
-    rule = {"rule": wanted.rule, "stability": wanted.stability}
     if isinstance(wanted.groups, dict):
-        return Clipping.by_pattern(parameters, wanted.groups, **rule)
+        return Clipping.by_pattern(parameters, wanted.groups, rule=wanted.rule)
     assert wanted.norm is not None  # the config sees to it
     make = {"flat": Clipping.flat, "layer": Clipping.per_layer, "parameter": Clipping.per_parameter}
-    return make[wanted.groups](parameters, wanted.norm, **rule)
+    return make[wanted.groups](parameters, wanted.norm, rule=wanted.rule)
 
 
 def clipping_without_model(privacy: PrivacyConfig) -> Clipping:
@@ -308,46 +270,27 @@ def clipping_without_model(privacy: PrivacyConfig) -> Clipping:
     return Clipping.flat(["all"], wanted.norm)
 
 
-def adaptive_of(privacy: PrivacyConfig, clipping: Clipping) -> AdaptiveBound | None:
-    """Where an adaptive bound starts: at the config's norm."""
-    wanted = privacy.clipping.adaptive
-    if wanted is None:
-        return None
-    return AdaptiveBound(
-        clipping.groups[0].bound, wanted.quantile, wanted.learning_rate, wanted.count_noise_multiplier
-    )
+def step_event(privacy: PrivacyConfig, multiplier: float) -> StepEvent:
+    """What a step of the run costs with this noise multiplier."""
+    return StepEvent(multiplier, sampling_of(privacy), privacy.relation)
 
 
-def planned_events(privacy: PrivacyConfig, base: float) -> Events:
-    """All steps of the plan, as an accountant sees them, for this base of the schedule."""
-    sampling = sampling_of(privacy)
-    runs = schedule_of(privacy).runs(base, privacy.steps)
-    return [(StepEvent(multiplier, sampling, privacy.relation), steps) for multiplier, steps in runs]
-
-
-def base_multiplier(privacy: PrivacyConfig) -> float:
-    """The base of the noise schedule: the config's multiplier, 1 for a list, or what meets the target epsilon
-    over all planned steps.
-    """
+def noise_multiplier(privacy: PrivacyConfig) -> float:
+    """The config's noise multiplier, or the one that meets the target epsilon over all planned steps."""
     noise = privacy.noise
     if noise.multiplier is not None:
         return noise.multiplier
-    if noise.target_epsilon is None:
-        return 1.0  # a list has the multipliers themselves
+    assert noise.target_epsilon is not None  # the config sees to it
     return noise_multiplier_for(
-        noise.target_epsilon, privacy.delta, lambda base: planned_events(privacy, base)
+        noise.target_epsilon,
+        privacy.delta,
+        lambda multiplier: [(step_event(privacy, multiplier), privacy.steps)],
     )
 
 
 def unit_in_words(privacy: PrivacyConfig) -> str:
     """Who is protected, as a part of a sentence."""
-    copies = (
-        f", with {privacy.augmentation.copies} augmented copies averaged inside it"
-        if privacy.augmentation is not None
-        else ""
-    )
     if privacy.unit is None:
-        return f"one row{copies}"
+        return "one row"
     capped = f", at most {privacy.unit.max_rows} of them" if privacy.unit.max_rows is not None else ""
-    combined = {"mean": "averaged", "sum": "summed"}[privacy.unit.combine]
-    return f"all rows with one {privacy.unit.column}{capped}, {combined} inside it{copies}"
+    return f"all rows with one {privacy.unit.column}{capped}, averaged inside it"

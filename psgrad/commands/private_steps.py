@@ -8,7 +8,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,25 +20,19 @@ from safetensors.torch import save
 
 from psgrad.commands.private_individual import IndividualTable
 from psgrad.commands.private_setup import PrivateSetup
-from psgrad.commands.private_statement import Statement
-from psgrad.engine.privacy.accounting import (
-    StepEvent,
-    curve_accountant,
-    epsilon_curve,
-    epsilon_rdp,
-    event_of,
-    merged,
-)
+from psgrad.commands.private_statement import ledger_line, step_statement
+from psgrad.engine.privacy.accounting import curve_accountant, epsilon_curve, epsilon_rdp
 from psgrad.engine.privacy.snapshot import Snapshot, published_tensors, tensors_of
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.errors import DistributedError
 from psgrad.models.adapters import adapter_files
 from psgrad.reports.privacy import live_words
 from psgrad.reports.privacy_plots import write_plots
-from psgrad.run import Ledger, PrivateRunFolder
 from psgrad.run.folders import PRIVATE, PUBLIC
-from psgrad.run.private_runs import PREFIX
-from psgrad.run.results import STEP_COLUMNS, DPStepResult, Progress, Say
+from psgrad.run.ledger import Ledger
+from psgrad.run.private_runs import PREFIX, PrivateRunFolder
+from psgrad.run.results import Progress, Say
+from psgrad.run.results.privacy import STEP_COLUMNS, DPStepResult
 
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
 ADAPTER = "adapter"  # the folder of the adapters, where the model has some
@@ -52,7 +46,7 @@ class PrivateRun:
     spent.
 
     Args:
-        base: the base of the noise schedule.
+        multiplier: of the noise.
         lost: steps that were paid for before, and of which no checkpoint has what came of them.
         write: puts the line of a step into the ledger and whatever else it is paid from, on the disk.
     """
@@ -60,7 +54,7 @@ class PrivateRun:
     def __init__(
         self,
         setup: PrivateSetup,
-        base: float,
+        multiplier: float,
         folder: PrivateRunFolder,
         ledger: Ledger,
         training: PrivateTraining,
@@ -68,33 +62,41 @@ class PrivateRun:
         write: Callable[[dict[str, Any]], None],
     ) -> None:
         self.setup, self.folder, self.ledger, self.training, self.lost = setup, folder, ledger, training, lost
-        self._write = write
+        self._multiplier, self._write, self._paid = multiplier, write, len(ledger.steps)
         every = setup.privacy.individual_every
         self._individual = None if every is None else IndividualTable(setup, folder, ledger, every)
-        self.statement = Statement(setup, base, training.generator)
-        self._spent = merged((event_of(line), 1) for line in ledger.steps)
         self._earlier = folder.private_table(_STEPS)  # of the processes before this one
         self._lost_table = self._earlier is None and (folder.path / PRIVATE / f"{PREFIX}{_STEPS}").exists()
         self._rows: list[dict[str, Any]] = []
         self._norms: deque[np.ndarray] = deque()
         self._latest: dict[str, torch.Tensor] = {}  # the last step's noisy sum
-        self._clipping = training.clipping  # and what it clipped to
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
     @contextmanager
     def saved_if_ended(self) -> Iterator[None]:
         """A context, around the steps, that begins with a checkpoint, and saves the steps that were taken
-        also where Ctrl-C or another rank ends them early.
+        also where they end early.
+
+        After another error than Ctrl-C or that of a rank, a step may have stopped anywhere. They are saved
+        then if the model is, to the bit, as it was before the step: nothing of a record is in it.
         """
         if not self.folder.checkpoint.exists():
             self.save()  # from here on there is one to go on from
         try:
             yield
         except (KeyboardInterrupt, DistributedError):  # the steps that were paid for are whole
-            self.save()
-            self._write_private()
-            self.folder.write_public_bytes(MODEL, self._model_bytes())
+            self._save_all()
             raise
+        except Exception:
+            with suppress(Exception):  # the error itself says more
+                if not self.setup.unchanged.changes(by_bits=True):
+                    self._save_all()
+            raise
+
+    def _save_all(self) -> None:
+        self.save()
+        self._write_private()
+        self.folder.write_public_bytes(MODEL, self._model_bytes())
 
     def before_step(self) -> None:
         """What is measured of all records before a step is drawn."""
@@ -103,7 +105,6 @@ class PrivateRun:
 
     def keep(self, noisy: NoisySum, last: bool) -> None:
         """Keep what is published of the last step: its noisy sums, before the update divides them."""
-        self._clipping = noisy.clipping
         self._latest = {name: value.clone() for name, value in noisy.sums.items()} if last else {}
 
     def release(self, noisy: NoisySum) -> None:
@@ -116,16 +117,16 @@ class PrivateRun:
     def show(self, progress: Say, first: int, steps: int) -> None:
         """Tell what was spent, of the steps first, ..., first + steps - 1."""
         delta = self.setup.privacy.delta
-        spent = epsilon_rdp(self._spent.items(), delta).value
-        detail = live_words(spent, delta)
+        detail = live_words(epsilon_rdp([(self.training.event(), self._paid)], delta).value, delta)
         progress(Progress(self.training.taken, first + steps, "steps", unit="step", detail=detail))
 
-    def pay(self, event: StepEvent) -> None:
+    def pay(self) -> None:
         """Write down what the step costs; nothing of it has been released."""
-        self._write(self.statement.ledger_line(event, self.training))
-        self._spent[event] = self._spent.get(event, 0) + 1
+        training = self.training
+        self._write(ledger_line(self.setup, self._multiplier, training.generator, training.taken + 1))
+        self._paid += 1
         if self._individual is not None:
-            self._individual.count(event)
+            self._individual.count(training.event())
 
     def save(self) -> None:
         """Write the statement of what was spent, then the last noisy sum, then the state of the training. In
@@ -133,14 +134,13 @@ class PrivateRun:
         has the sum: it can't be drawn again.
         """
         training, tensors = self.training, tensors_of(self.setup.run.model)
-        self.folder.write_public_json(STATEMENT, self.statement.step(self.ledger, final=False))
+        self.folder.write_public_json(STATEMENT, self._statement(final=False))
         if self._latest:
             sums = {name: value.cpu().contiguous() for name, value in self._latest.items()}
             expected = str(self.setup.privacy.expected_batch_size)
             metadata = {"step": str(training.taken), "expected_batch_size": expected}
             self.folder.write_public_bytes(NOISY_SUM, save(sums, metadata))
-        bound = None if training.adaptive is None else training.adaptive.bound
-        state = {"step": training.taken, "bound": bound, **self.ledger.mark()}
+        state = {"step": training.taken, **self.ledger.mark()}
         self.folder.write_checkpoint(Snapshot.take(tensors, training.optimizer, state).to_bytes())
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
@@ -150,21 +150,21 @@ class PrivateRun:
         """
         self.save()
         model = self._model_bytes()
-        step = self.statement.step(self.ledger, final=True, model_sha256=hashlib.sha256(model).hexdigest())
+        step = self._statement(final=True, model_sha256=hashlib.sha256(model).hexdigest())
         self.folder.write_public_json(STATEMENT, step)
         self.folder.write_public_bytes(MODEL, model)
         if self.setup.run.config.model.adapter is not None:
             for name, content in adapter_files(self.setup.run.model, self._state()).items():
                 self.folder.write_public_bytes(f"{ADAPTER}/{name}", content)
-        groups = self._clipping.groups
+        event, privacy = self.training.event(), self.setup.privacy
         result = DPStepResult(
             step=step,
             folder=self.folder.path,
-            curve=epsilon_curve(self.statement.planned, self.setup.privacy.delta),
+            curve=epsilon_curve(event, privacy.steps, privacy.delta),
             steps=pd.DataFrame(self._rows, columns=list(STEP_COLUMNS)),
             norms=np.concatenate([*self._norms, np.empty(0)]),
-            bound=groups[0].bound if len(groups) == 1 else None,
-            curve_accountant=curve_accountant(self.statement.planned),
+            bound=self._bound,
+            curve_accountant=curve_accountant(event),
             notes=[
                 *notes,
                 *self._notes(),
@@ -180,6 +180,22 @@ class PrivateRun:
             unit,
         )
         return result
+
+    def _statement(self, *, final: bool, model_sha256: str | None = None) -> dict[str, Any]:
+        return step_statement(
+            self.setup,
+            self._multiplier,
+            self.ledger,
+            self.training.generator,
+            final=final,
+            model_sha256=model_sha256,
+        )
+
+    @property
+    def _bound(self) -> float | None:
+        """The bound of the only clipping group; None where there are several."""
+        groups = self.setup.clipping.groups
+        return groups[0].bound if len(groups) == 1 else None
 
     def _model_bytes(self) -> bytes:
         """The whole state dict as safetensors; tensors that share memory are written once for each name."""
@@ -223,7 +239,7 @@ class PrivateRun:
                 "median_norm": float(np.median(norms[finite])) if some else np.nan,
                 "max_norm": float(norms[finite].max()) if some else np.nan,
                 "nonfinite": int((~finite).sum()),
-                "bound": noisy.clipping.groups[0].bound if len(noisy.clipping.groups) == 1 else np.nan,
+                "bound": np.nan if self._bound is None else self._bound,
             }
         )
         self._norms.append(norms)

@@ -1,4 +1,4 @@
-"""The identity of a run of `psgrad analyze` or `psgrad influence`, and whether a run may continue where an
+"""The identity of a run of `psgrad analyze`, and whether a run may continue where an
 earlier one ended: only with the same model, data, code and settings.
 """
 
@@ -19,21 +19,14 @@ from psgrad.engine.execution.ranks import Processes
 from psgrad.errors import ConfigError, DistributedError
 from psgrad.run.folders import RunFolder, manifest_of
 from psgrad.run.identity import (
-    MODULES,
-    WEIGHTS,
     differences,
     lines_of,
-    names_that_differ,
     require_same,
     settings_of,
 )
 from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import short_repr
 
-NAMES = "identity.json"
-"""Which tensor and which module has which hash, in a run's folder: for the message that says which of them
-changed.
-"""
 NUMBER_OF_PARTS = "number of parts"
 """A line of the identity of a run in parts."""
 # The keys of analyze that decide which of the finished rows are outliers.
@@ -63,9 +56,7 @@ def measure_specs(config: Config) -> list[str]:
     return [measure.name for measure in config.analyze.measures]
 
 
-def reopen(
-    path: Path, now: dict[str, Any], run: Setup, *, alone: bool = True, command: str = "analyze"
-) -> RunFolder | None:
+def reopen(path: Path, now: dict[str, Any], *, alone: bool = True) -> RunFolder | None:
     """The folder of an interrupted run with this identity, to go on with; None where there is none.
 
     alone: whether no other process writes in it now, so that files that a killed one left can be removed.
@@ -77,38 +68,18 @@ def reopen(
     if manifest is None or manifest.get("command") is None:  # killed before the command was written
         return None
     then = manifest.get("identity")
-    if manifest["command"] != command or not isinstance(then, dict):
+    if manifest["command"] != "analyze" or not isinstance(then, dict):
         raise ConfigError(
-            f"the run in {path} can't be gone on with: it is one of psgrad {manifest['command']}; expected"
-            f" the folder of an interrupted psgrad {command}",
+            f"the run in {path} is one of psgrad {manifest['command']}, and analyze can't go on with it",
             hint="choose another --output",
         )
     require_same(
         then,
         now,
-        f"the run in {path} was begun with something else, and rows of two runs can't be mixed"
-        f"{_parts_that_differ(path, then, now, run)}",
+        f"the run in {path} was begun with something else, and rows of two runs can't be mixed",
         hint="put back what changed; or begin anew with --overwrite, or another --output",
     )
     return RunFolder.reopen(path) if alone else RunFolder(path)
-
-
-def _parts_that_differ(path: Path, then: Mapping[str, Any], now: Mapping[str, Any], run: Setup) -> str:
-    """The names of the model's weights and modules that differ, in words; empty where none does, or where the
-    list of them is gone.
-    """
-    changed = [
-        part for line, part in ((WEIGHTS, "tensors"), (MODULES, "modules")) if then.get(line) != now.get(line)
-    ]
-    try:
-        before = json.loads((path / NAMES).read_bytes())
-        words = [
-            f"{part} of the model {names_that_differ(before[part], run.identity.names[part])}"
-            for part in changed
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return ""
-    return f" ({'; '.join(words)})" if words else ""
 
 
 def require_judged_alike(path: Path, manifest: RunManifest, config: Config) -> None:

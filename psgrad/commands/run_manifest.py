@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import shlex
 import socket
 import sys
@@ -20,7 +19,7 @@ import torch
 
 from psgrad import __version__
 from psgrad.commands.setup import Setup
-from psgrad.data.sources.selection import hashes_of_files
+from psgrad.data.sources.file_hashes import hashes_of_files
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.gradients.machine import device_name
@@ -30,8 +29,6 @@ from psgrad.run.results.manifest import DataFacts, EngineFacts, ModelFacts, RunM
 from psgrad.run.run import Run, now
 from psgrad.user_code import module_of
 
-_COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
-
 
 def command_line() -> str | None:
     """The arguments of this process as a shell takes them; None where it is another program than psgrad,
@@ -40,41 +37,6 @@ def command_line() -> str | None:
     program = Path(sys.argv[0]) if sys.argv else Path()
     own = program.stem == "psgrad" or (program.name == "__main__.py" and program.parent.name == "psgrad")
     return shlex.join(["psgrad", *sys.argv[1:]]) if own else None
-
-
-def revision_of(folder: Path) -> str | None:
-    """The commit that is checked out where a folder lies; None outside of a git repository.
-
-    Git's files are read and git is not run, which would run programs that a repository's settings name. So
-    changes that are not committed are not seen.
-    """
-    try:
-        for above in (folder.resolve(), *folder.resolve().parents):
-            if (above / ".git").exists():
-                return _checked_out(above / ".git")
-    except (OSError, UnicodeDecodeError):
-        pass
-    return None
-
-
-def _checked_out(git: Path) -> str | None:
-    if git.is_file():  # of a worktree or a submodule: "gitdir: <path>"
-        git = git.parent / git.read_text().removeprefix("gitdir:").strip()
-    shared = git / (git / "commondir").read_text().strip() if (git / "commondir").exists() else git
-    head = (git / "HEAD").read_text().strip()
-    if not head.startswith("ref:"):
-        return _commit(head)
-    name = head.removeprefix("ref:").strip()
-    for where in (git, shared):
-        if (where / name).is_file():
-            return _commit((where / name).read_text())
-    packed = (shared / "packed-refs").read_text().splitlines() if (shared / "packed-refs").exists() else []
-    return next((_commit(line.split()[0]) for line in packed if line.endswith(f" {name}")), None)
-
-
-def _commit(text: str) -> str | None:
-    found = _COMMIT.fullmatch(text.strip())
-    return found and found[0]
 
 
 def describe_run(
@@ -92,7 +54,6 @@ def describe_run(
         command=command,
         created=now(),
         command_line=command_line(),
-        revision=revision_of(config.base),
         config=config.model_dump(mode="json"),
         config_folder=str(config.base),
         versions={
@@ -125,7 +86,7 @@ def describe_run(
             device,
             config.engine.dtype,
             torch.get_num_threads(),
-            None if run.supply is None else run.residence.where,
+            None if run.supply is None else run.placement.where,
             run.recompute.modules if run.recompute is not None and run.recompute.on else None,
         ),
         self_check=(
@@ -198,13 +159,3 @@ def facts_of_all(
             for rank in each
         ],
     }
-
-
-def words_for(ranks: dict[str, Any]) -> list[str]:
-    """A line for each process, for `-v`."""
-    return [
-        f"rank {each['rank']} on {each['host']}: "
-        + ("" if each["rows"] is None else f"{each['rows']:,} rows in ")
-        + f"{each['seconds']:.1f} s, waited {each['waited']:.1f} s"
-        for each in ranks["each"]
-    ]

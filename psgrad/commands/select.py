@@ -16,13 +16,13 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from psgrad.config import DataConfig
+from psgrad.data.sources.file_hashes import hashes_of_files
 from psgrad.data.sources.selection import (
     ROW_SUFFIXES,
     RowFilter,
     Rows,
     content_of,
     has_whole_rows,
-    hashes_of_files,
     whole_rows,
 )
 from psgrad.data.sources.source import data_files

@@ -111,7 +111,7 @@ class Setup(Loaded):
         engine = self.config.engine
         return {
             "chunk_size": engine.chunk_size,
-            "memory": self.residence.memory(engine.memory),
+            "memory": self.placement.memory(engine.memory),
             "supply": self.supply,
             "recompute": self.recompute,
             "model_size": ModelSize.of(self.model),

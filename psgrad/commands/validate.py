@@ -100,7 +100,7 @@ def validate(path: Path, settings: list[str] | None = None, *, say: Say = lambda
             f"{numbers:,} trained numbers in {len(parameters):,} parameters, on {run.device}"
         )
         found.facts["data"] = f"{config.data.source}: {len(run.samples.ids):,} rows"
-        trusted = _load_other_data(config, run) or trusted
+        _load_queries(config, run)
         columns = _few_rows(run, say)
         found.facts["losses"] = _loss_words(columns["loss"].to_numpy())
         _compare_labels(run, columns, found)
@@ -132,13 +132,14 @@ def _look_at_stored(config: Config, found: Validation) -> int | None:
     """Read baselines, ignore lists and the reference run. Returns the number of samples of that run."""
     gate, reference = config.gate, config.analyze.outliers.reference
     baselines = {"gate.baseline": gate.baseline}
+    is_run = reference is not None and reference.suffix != ".json"
     if gate.baseline is not None and not (config.base / gate.baseline).exists():
         del baselines["gate.baseline"]
         found.notes.append(
             f"there is no baseline {config.base / gate.baseline} yet: all findings will be new"
         )
-    if reference is not None:
-        baselines["analyze.outliers.reference"] = reference.baseline
+    if reference is not None and not is_run:
+        baselines["analyze.outliers.reference"] = reference
     for where, path in baselines.items():
         if path is not None:
             from psgrad.quality.gates import read_baseline
@@ -150,11 +151,11 @@ def _look_at_stored(config: Config, found: Validation) -> int | None:
 
         with found.problems_at("gate.ignore"):
             read_ignore_list(config.base / gate.ignore)
-    if reference is not None and reference.run is not None:
+    if reference is not None and is_run:
         from psgrad.run.finished import finished_manifest
 
         with found.problems_at("analyze.outliers.reference"):
-            return finished_manifest(config.base / reference.run).counts.samples
+            return finished_manifest(config.base / reference).counts.samples
     return None
 
 
@@ -198,30 +199,24 @@ def _make_plugins(config: Config, found: Validation) -> None:
 
 def _code_of(config: Config) -> dict[str, str]:
     """key -> module:callable, of the code that a config names besides factories and plugins."""
-    influence, privacy = config.influence, config.privacy
+    influence = config.influence
     named = {
         "loss": config.loss.name,
         "influence.measurement": influence.measurement.name,
         "influence.evaluate.train": influence.evaluate.train.function,
     }
-    if privacy is not None and privacy.augmentation is not None:
-        named["privacy.augmentation"] = privacy.augmentation.function
     return {where: spec for where, spec in named.items() if spec is not None and is_callable_spec(spec)}
 
 
-def _load_other_data(config: Config, run: Setup) -> int | None:
-    """Load the queries and the trusted dataset. Returns the number of rows of the latter."""
+def _load_queries(config: Config, run: Setup) -> None:
+    """Load the queries' own dataset, where they have one."""
     from psgrad.commands.class_names import errors_about
 
-    queries, reference = config.influence.queries, config.analyze.outliers.reference
+    queries = config.influence.queries
     own = None if queries is None else queries.own_data
     if own is not None:
         with errors_about("influence.queries"):
             run.more_samples(own.model_copy(update={"weight": None}), weighted=False)
-    if reference is None or reference.data is None:
-        return None
-    with errors_about("analyze.outliers.reference.data"):
-        return len(run.more_samples(reference.data))
 
 
 # Rows whose loss is taken, from all over the dataset; the second number where they have classes.

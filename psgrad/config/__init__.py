@@ -7,7 +7,6 @@ from psgrad.config.analysis import DetectorConfig as DetectorConfig
 from psgrad.config.analysis import GateConfig as GateConfig
 from psgrad.config.analysis import MeasureConfig as MeasureConfig
 from psgrad.config.analysis import OutlierConfig as OutlierConfig
-from psgrad.config.analysis import ReferenceConfig as ReferenceConfig
 from psgrad.config.config import Config as Config
 from psgrad.config.config import EngineConfig as EngineConfig
 from psgrad.config.config import LossConfig as LossConfig
@@ -27,12 +26,9 @@ from psgrad.config.influence_evaluation import MethodConfig as MethodConfig
 from psgrad.config.influence_evaluation import TrainConfig as TrainConfig
 from psgrad.config.influence_evaluation import TrainingConfig as TrainingConfig
 from psgrad.config.mechanism import RELATIONS as RELATIONS
-from psgrad.config.mechanism import AdaptiveConfig as AdaptiveConfig
-from psgrad.config.mechanism import AugmentationConfig as AugmentationConfig
 from psgrad.config.mechanism import ClippingConfig as ClippingConfig
 from psgrad.config.mechanism import NoiseConfig as NoiseConfig
 from psgrad.config.mechanism import SamplingConfig as SamplingConfig
-from psgrad.config.mechanism import ScheduleConfig as ScheduleConfig
 from psgrad.config.mechanism import UnitConfig as UnitConfig
 from psgrad.config.model import TASKS as TASKS
 from psgrad.config.model import ModelConfig as ModelConfig

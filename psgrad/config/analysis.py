@@ -7,13 +7,11 @@ The options of a measure are its own, and checked where the measure is known: se
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from psgrad.config.checkpoint_lists import listed_paths
-from psgrad.config.data import DataConfig
 from psgrad.config.plugin_names import Group
 from psgrad.config.values import ConfigSection, FilePath, Finite, NamedSection, ParameterPatterns, first_twice
 
@@ -30,36 +28,13 @@ class DetectorConfig(NamedSection):
     group: ClassVar[Group] = "detectors"
 
 
-class ReferenceConfig(ConfigSection):
-    """Samples that are trusted, against which others are judged. A bare string is `stored`."""
-
-    bare: ClassVar[str] = "stored"
-    not_taken: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("baseline", "run"), "set stored, which takes a baseline and a run folder alike"
-    )
-
-    stored: FilePath | None = None
-    """A saved baseline, a .json file, or the folder of a finished run, relative to this config."""
-    data: DataConfig | None = None
-    """A trusted dataset; keys that are left out are those of the config's data."""
-
-    @property
-    def baseline(self) -> Path | None:
-        """The saved baseline, where it is one."""
-        return self.stored if self.stored is not None and self.stored.suffix == ".json" else None
-
-    @property
-    def run(self) -> Path | None:
-        """The folder of a finished run, where it is one."""
-        return None if self.baseline is not None else self.stored
-
-    @model_validator(mode="after")
-    def _one_source(self) -> ReferenceConfig:
-        if (self.stored is None) == (self.data is None):
-            raise ValueError(
-                "give exactly one of stored (a baseline, or a run folder) and data (a trusted dataset)"
-            )
-        return self
+def _reference(value: object) -> object:
+    if isinstance(value, Mapping):
+        raise ValueError(
+            "got a group of keys, expected the path of a baseline or a run folder; measure trusted data in a"
+            " run of their own: psgrad analyze CONFIG --set data.path=TRUSTED --output runs/trusted"
+        )
+    return value
 
 
 class OutlierConfig(ConfigSection):
@@ -69,8 +44,10 @@ class OutlierConfig(ConfigSection):
     """The column by which samples are judged: a column of samples.parquet with one number for each sample."""
     tail: Literal["upper", "lower"] = "upper"
     """Which end of the score is suspect."""
-    reference: ReferenceConfig | None = None
-    """Trusted samples that others are compared with; without them there is only a review list."""
+    reference: Annotated[FilePath | None, BeforeValidator(_reference)] = None
+    """Trusted samples that others are compared with: a baseline (.json) or the folder of a finished run,
+    relative to this config; without them there is only a review list.
+    """
     fdr: Annotated[Finite, Field(gt=0, lt=1)] = 0.1
     """The share of false discoveries among the outliers that is accepted, on average."""
     group_by: str | None = None

@@ -145,26 +145,16 @@ def _version(value: object) -> object:
     return value
 
 
-def _inherited(content: Any, path: tuple[str, ...]) -> Any:
-    """A config whose dataset at `path` has the keys of data that it leaves out, as far as both are of one
-    kind: items of a factory have no columns that a file has.
+def _inherited(content: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The queries with the keys of data that they leave out, as far as both are of one kind: items of a
+    factory have no columns that a file has. content: the queries. own: data.
     """
-    groups = [content]
-    for key in path:
-        groups.append(groups[-1].get(key) if isinstance(groups[-1], dict) else None)
-    given, own = groups[-1], content.get("data") if isinstance(content, dict) else None
-    if not isinstance(given, dict) or not isinstance(own, dict):
+    ours, theirs = ({key for key in SOURCE_KEYS if each.get(key) is not None} for each in (own, content))
+    # Without a source of their own they are rows of the data themselves.
+    if not theirs or ("factory" in theirs) != ("factory" in ours):
         return content
-    ours, theirs = ({key for key in SOURCE_KEYS if each.get(key) is not None} for each in (own, given))
-    if path[-1] == "queries" and not theirs:
-        return content  # rows of the data themselves
-    if theirs and ("factory" in theirs) != ("factory" in ours):
-        return content
-    of_a_source = {*SOURCE_KEYS, "kwargs", "config", "split"} if theirs else set()
-    found: Any = {key: each for key, each in own.items() if key not in of_a_source} | given
-    for key, group in zip(reversed(path), reversed(groups[:-1]), strict=True):
-        found = {**group, key: found}
-    return found
+    of_a_source = {*SOURCE_KEYS, "kwargs", "config", "split"}
+    return {key: each for key, each in own.items() if key not in of_a_source} | content
 
 
 class Config(ConfigSection):
@@ -220,11 +210,17 @@ class Config(ConfigSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _other_data_are_read_as_the_data_are(cls, value: Any) -> Any:
-        """Keys that the trusted data and the queries leave out are those of data, but for its source."""
-        for path in (("analyze", "outliers", "reference", "data"), ("influence", "queries")):
-            value = _inherited(value, path)
-        return value
+    def _queries_are_read_as_the_data_are(cls, value: Any) -> Any:
+        """Keys that the queries leave out are those of data, but for its source."""
+        if not isinstance(value, dict):
+            return value
+        influence, data = value.get("influence"), value.get("data")
+        if not isinstance(influence, dict) or not isinstance(data, dict):
+            return value
+        queries = influence.get("queries")
+        if not isinstance(queries, dict):
+            return value
+        return {**value, "influence": influence | {"queries": _inherited(queries, data)}}
 
     @model_validator(mode="after")
     def _named_loss_needs_a_target(self) -> Config:

@@ -149,7 +149,7 @@ class DataConfig(ConfigSection):
     truncation: Literal["right", "left", "error"] = "error"
     """Where longer rows are cut."""
     masked: Annotated[Finite, Field(gt=0, le=1)] = 0.15
-    """Of masked-lm without a target: the share of tokens that are hidden and predicted."""
+    """Of masked-lm: the share of tokens that are hidden and predicted."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Of masked-lm: seed of which tokens are hidden; the same row has the same ones each time."""
     image: str | None = None

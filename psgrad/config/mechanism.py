@@ -10,26 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeGuard
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from psgrad.config.values import CallableSpec, ConfigSection, Finite, described
+from psgrad.config.values import ConfigSection, Finite, described
 
 # -- Clipping ------------------------------------------------------------------------------------------------
 
 
 def is_positive(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and 0 < value < math.inf
-
-
-class AdaptiveConfig(ConfigSection):
-    """A bound that follows a quantile of the norms, by a noised count of the records below it (Andrew et al.
-    2021, arXiv 1905.03871).
-    """
-
-    quantile: Annotated[Finite, Field(ge=0, le=1)] = 0.5
-    """The quantile of the norms that the bound follows."""
-    learning_rate: Annotated[Finite, Field(gt=0)] = 0.2
-    """How fast the bound follows."""
-    count_noise_multiplier: Annotated[Finite, Field(gt=0)] = 10.0
-    """Noise on the count of records below the bound."""
 
 
 def _groups(value: object) -> object:
@@ -59,6 +46,8 @@ class ClippingConfig(ConfigSection):
         "max_grad_norm": "the bound is called norm here",
         "bound": "the bound is called norm here",
         "threshold": "the bound is called norm here",
+        "adaptive": "the bound stays from step to step; set norm, by the norms in the private table of steps",
+        "stability": "it is 0.01, as in the paper of the automatic rule; leave the key out",
     }
 
     norm: Annotated[Finite, Field(gt=0)] | None = None
@@ -70,11 +59,7 @@ class ClippingConfig(ConfigSection):
     each.
     """
     rule: Literal["clip", "automatic"] = "clip"
-    """clip scales longer gradients down to the bound; automatic scales all to bound / (norm + stability)."""
-    stability: Annotated[Finite, Field(gt=0)] = 0.01
-    """The constant in bound / (norm + stability), of rule: automatic."""
-    adaptive: AdaptiveConfig | None = None
-    """A bound that follows a quantile of the norms."""
+    """clip scales longer gradients down to the bound; automatic scales all to bound / (norm + 0.01)."""
 
     @model_validator(mode="after")
     def _one_bound_each(self) -> ClippingConfig:
@@ -87,60 +72,10 @@ class ClippingConfig(ConfigSection):
             raise ValueError(
                 "norm is missing: the bound on one record's gradient, from which the noise follows"
             )
-        if self.rule == "clip" and "stability" in self.not_default():
-            raise ValueError(
-                "stability belongs to rule: automatic, which divides by norm + stability; rule: clip has no"
-                " such term"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _what_can_adapt(self) -> ClippingConfig:
-        if self.adaptive is None:
-            return self
-        if self.groups != "flat":
-            raise ValueError(
-                "adaptive follows one bound, and groups gives several; set groups: flat, or leave"
-                " adaptive out"
-            )
-        if self.rule == "automatic":
-            raise ValueError(
-                "adaptive has nothing to follow under rule: automatic, which makes every record about as long"
-                " as the bound; choose one"
-            )
         return self
 
 
 # -- Noise ---------------------------------------------------------------------------------------------------
-
-
-class ScheduleConfig(ConfigSection):
-    """The noise multiplier of step t = 0, 1, ..., as a multiple of noise.multiplier (or of the one that meets
-    target_epsilon).
-
-    list: the multipliers themselves, where noise has neither multiplier nor target_epsilon.
-    """
-
-    kind: Literal["constant", "step", "exponential", "list"]
-    """constant: 1. step: factor^(t // every). exponential: factor^t. list: one number a step."""
-    every: Annotated[int, Field(ge=1)] | None = None
-    """Of step: how many steps a multiplier lasts."""
-    factor: Annotated[Finite, Field(gt=0)] | None = None
-    """Of step and exponential."""
-    multipliers: list[Annotated[Finite, Field(gt=0)]] | None = None
-    """Of list: one number for each step."""
-
-    @model_validator(mode="after")
-    def _fields_of_this_kind(self) -> ScheduleConfig:
-        takes = {"step": ["every", "factor"], "exponential": ["factor"], "list": ["multipliers"]}.get(
-            self.kind, []
-        )
-        for name in ("every", "factor", "multipliers"):
-            if (getattr(self, name) is not None) != (name in takes):
-                fault = f"needs {name}" if name in takes else f"does not take {name}"
-                also = f"; it takes {', '.join(takes)}" if takes else ""
-                raise ValueError(f"a schedule of kind {self.kind} {fault}{also}")
-        return self
 
 
 _ONE_MECHANISM = (
@@ -163,6 +98,7 @@ class NoiseConfig(ConfigSection):
         "epsilon": "it is called target_epsilon here",
         "delta": "it is a key of privacy itself",
         "secure": "noise comes from AES-256 in counter mode, which is cryptographic",
+        "schedule": "every step has the same multiplier; leave the key out",
         "generator": "noise comes from AES-256 in counter mode, the only generator; leave the key out",
     }
 
@@ -170,37 +106,24 @@ class NoiseConfig(ConfigSection):
     """Standard deviation of the noise on the sum, as a multiple of the sensitivity."""
     target_epsilon: Annotated[Finite, Field(gt=0)] | None = None
     """In place of a multiplier: the epsilon from which the noise is solved."""
-    schedule: ScheduleConfig = Field(default_factory=lambda: ScheduleConfig(kind="constant"))
-    """The multiplier of step t = 0, 1, ..., as a multiple of the one above."""
     seed: Annotated[int, Field(ge=0)] | None = None
     """For tests, with --insecure-deterministic: with the seed the noise can be subtracted."""
 
     @model_validator(mode="after")
     def _one_amount(self) -> NoiseConfig:
-        listed = self.schedule.kind == "list"
-        if self.multiplier is not None and self.target_epsilon is not None:
+        if (self.multiplier is None) == (self.target_epsilon is None):
             raise ValueError(
-                "give exactly one of multiplier (the noise) and target_epsilon (from which the noise is"
-                " solved)"
-            )
-        if self.multiplier is not None and listed:
-            raise ValueError(
-                "schedule.multipliers lists the multipliers themselves; leave multiplier out, or scale the"
-                " list to target_epsilon"
-            )
-        if self.multiplier is None and self.target_epsilon is None and not listed:
-            raise ValueError(
-                "the amount of noise is missing: give exactly one of multiplier and target_epsilon"
+                "the amount of noise is missing or given twice: give exactly one of multiplier and"
+                " target_epsilon, from which the multiplier is solved"
             )
         return self
 
 
-Scheme = Literal["poisson", "truncated_poisson", "fixed"]
+Scheme = Literal["poisson", "fixed"]
 RelationName = Literal["add_or_remove_one", "replace_one", "zero_out"]
 
 RELATIONS: Mapping[Scheme, tuple[RelationName, ...]] = {
     "poisson": ("add_or_remove_one", "zero_out", "replace_one"),
-    "truncated_poisson": ("zero_out", "replace_one"),
     "fixed": ("replace_one", "zero_out"),
 }
 """The relations that a scheme can be accounted under, its default first."""
@@ -221,14 +144,14 @@ SAMPLERS = {
 
 
 class SamplingConfig(ConfigSection):
-    """How the records of a step are drawn.
-
-    truncated_poisson: of more than `max_batch_size` records a random part so large. fixed: every set of
-    `batch_size` records is as likely; accounted without amplification.
+    """How the records of a step are drawn. fixed: every set of `batch_size` records is as likely; accounted
+    without amplification.
     """
 
     not_taken: ClassVar[Mapping[str, str]] = {
         **SAMPLERS,
+        "dataset_size": "set sample_rate: batch size / number of records",
+        "max_batch_size": "a batch of any size is computed in chunks that fit in memory; leave the key out",
         "expected_batch_size": "it is a key of privacy itself, the divisor of the noisy sum",
         "seed": (
             "set privacy.noise.seed, with --insecure-deterministic; what it says holds for the batches, too"
@@ -236,70 +159,40 @@ class SamplingConfig(ConfigSection):
     }
 
     scheme: Scheme
-    """poisson: each record independently. truncated_poisson: the same, with a largest batch. fixed: batches
-    of one size.
-    """
+    """poisson: each record independently. fixed: batches of one size."""
     sample_rate: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    """Of the poisson schemes: the probability of each record."""
+    """Of poisson: the probability of each record."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
     """Of fixed: records in a batch."""
-    max_batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Of truncated_poisson: the largest number of records."""
-    dataset_size: Annotated[int, Field(ge=1)] | None = None
-    """Of truncated_poisson: the number of records, which is public then."""
 
     @model_validator(mode="after")
-    def _fields_of_this_scheme(self) -> SamplingConfig:
-        takes = _TAKES[self.scheme]
-        given = [name for name in SamplingConfig.model_fields if name in self.not_default() - {"scheme"}]
-        missing = [name for name in takes if name not in given]
-        refused = [name for name in given if name not in takes]
-        if refused == ["batch_size"] and self.scheme != "fixed":
+    def _number_of_this_scheme(self) -> SamplingConfig:
+        if self.scheme == "poisson" and self.batch_size is not None:
             raise ValueError(
-                f"batch_size: a {self.scheme} batch has no fixed size, as each record is drawn by itself; set"
-                " sample_rate here and privacy.expected_batch_size, or scheme: fixed, which is accounted"
-                " without amplification"
+                "batch_size: a Poisson batch has no fixed size, as each record is drawn by itself; set"
+                " sample_rate here and privacy.expected_batch_size, or scheme: fixed, which is not amplified"
             )
-        if "sample_rate" in refused:
+        if self.scheme == "fixed" and self.sample_rate is not None:
             raise ValueError(
                 "sample_rate: fixed batches have a batch_size, and are accounted as if every record were in"
                 " every one of them; scheme: poisson is amplified by a sample_rate"
             )
-        if refused:
-            raise ValueError(
-                f"{self.scheme} sampling does not take {', '.join(refused)}; it takes {', '.join(takes)}"
-            )
-        if missing:
-            rate = "sample_rate" in missing
-            instead = " (or privacy.batch_size, and dataset_size here)" if rate else ""
-            raise ValueError(
-                f"{self.scheme} sampling needs {' and '.join(missing)}{instead}; it takes {', '.join(takes)}"
-            )
+        if self.sample_rate is None and self.batch_size is None:
+            raise ValueError(f"{self.scheme} sampling needs {_NUMBERS[self.scheme]}")
         return self
 
 
-_TAKES: Mapping[Scheme, tuple[str, ...]] = {
-    "poisson": ("sample_rate",),
-    "truncated_poisson": ("sample_rate", "max_batch_size", "dataset_size"),
-    "fixed": ("batch_size",),
-}
+_NUMBERS: Mapping[Scheme, str] = {"poisson": "sample_rate", "fixed": "batch_size"}
 
 
 class UnitConfig(ConfigSection):
-    """A record is all rows with one value in `column`; the first `max_rows` in dataset order count."""
+    """A record is all rows with one value in `column`: their average, of the first `max_rows` in the data."""
+
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "combine": "the gradients of a record's rows are averaged; leave the key out",
+    }
 
     column: str
     """The column that says which record a row belongs to."""
-    combine: Literal["mean", "sum"] = "mean"
-    """How a record's rows are combined before the clipping."""
     max_rows: Annotated[int, Field(ge=1)] | None = None
     """Rows of a record that count, the first ones; null for all."""
-
-
-class AugmentationConfig(ConfigSection):
-    """Each row stands for `copies` results of `function(*inputs of one row)`, averaged inside the record."""
-
-    function: CallableSpec
-    """module:callable(*inputs of one row)."""
-    copies: Annotated[int, Field(ge=1)]
-    """Copies of each row, averaged inside the record."""

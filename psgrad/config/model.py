@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
@@ -65,6 +65,10 @@ _Adapter = Annotated[
 
 class ModelConfig(ConfigSection):
     """The model: what builds it, which task it does, and the weights to put in."""
+
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "strict": "a checkpoint fits exactly; save the model's own state dict, or set state_dict_prefix",
+    }
 
     factory: CallableSpec | None = None
     """What builds the model: module:callable or file.py:callable; files are relative to this config."""

@@ -7,7 +7,6 @@ psgrad/engine/privacy/refusals.py.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,13 +16,11 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from psgrad.config.mechanism import (
     RELATIONS,
     SAMPLERS,
-    AugmentationConfig,
     ClippingConfig,
     NoiseConfig,
     RelationName,
     SamplingConfig,
     UnitConfig,
-    is_positive,
 )
 from psgrad.config.values import ConfigSection, FilePath, Finite, ParameterPatterns, described
 
@@ -76,13 +73,6 @@ def _interval(value: object) -> object:
     raise ValueError(f"got {described(value)}, expected a number of steps, or a time such as 30s, 5min or 1h")
 
 
-def _steps_in(epochs: float, sample_rate: float) -> int:
-    """How many steps that many passes are, each of which draws a record with probability `sample_rate`;
-    rounded up, where it is not a whole number but for rounding.
-    """
-    return max(1, math.ceil(epochs / sample_rate * (1 - 1e-12)))
-
-
 class PrivacyConfig(ConfigSection):
     """A differentially private run of `steps` steps."""
 
@@ -97,17 +87,14 @@ class PrivacyConfig(ConfigSection):
             "gradients in float32 and bfloat16 need no scaling, and a dynamic one tells of single records by"
             " the steps that it skips; leave it out"
         ),
+        "epochs": "set steps: epochs / sampling.sample_rate, rounded up",
+        "batch_size": "set expected_batch_size and sampling.sample_rate: batch size / number of records",
+        "augmentation": "let the dataset change each row as it reads it: every step reads its records anew",
         "max_physical_batch_size": "set engine.chunk_size or engine.memory, which don't change the numbers",
     }
 
-    filled_in: ClassVar[tuple[str, ...]] = ("relation", "steps", "expected_batch_size")
+    filled_in: ClassVar[tuple[str, ...]] = ("relation",)
 
-    epochs: Annotated[Finite, Field(gt=0)] | None = None
-    """In place of steps: steps = epochs / sample_rate, rounded up."""
-    batch_size: Annotated[int, Field(ge=1)] | None = None
-    """In place of expected_batch_size: the same number. With sampling.dataset_size it also stands for
-    sample_rate = batch_size / dataset_size, and of fixed batches for sampling.batch_size.
-    """
     steps: Annotated[int, Field(ge=1)]
     """How many steps are planned, and accounted."""
     delta: Annotated[Finite, Field(gt=0, lt=1)]
@@ -120,8 +107,6 @@ class PrivacyConfig(ConfigSection):
     """Which datasets are neighbours; by default the first relation of the scheme."""
     unit: UnitConfig | None = None
     """What a record is, if it is not a row: all rows with one value in a column."""
-    augmentation: AugmentationConfig | None = None
-    """Each row stands for several copies of itself."""
     clipping: ClippingConfig
     """The bound on each record's gradient."""
     noise: NoiseConfig
@@ -164,49 +149,6 @@ class PrivacyConfig(ConfigSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _steps_of_epochs(cls, value: object) -> object:
-        """Where epochs and batch_size are given: the steps, the divisor and the sampling that they mean."""
-        if not isinstance(value, dict):
-            return value
-        found, size = dict(value), value.get("batch_size")
-        if is_positive(size):
-            found.setdefault("expected_batch_size", float(size))
-        if not isinstance(found.get("sampling"), dict):
-            return found
-        sampling = dict(found["sampling"])
-        records = sampling.get("dataset_size")
-        if is_positive(size):
-            if sampling.get("scheme") == "fixed":
-                sampling.setdefault("batch_size", size)
-            elif is_positive(records) and sampling.get("sample_rate") is None and size <= records:
-                sampling["sample_rate"] = size / records
-                if sampling.get("scheme") == "poisson":
-                    sampling.pop("dataset_size")  # which the rate says by now
-        if is_positive(found.get("epochs")) and is_positive(sampling.get("sample_rate")):
-            found.setdefault("steps", _steps_in(found["epochs"], sampling["sample_rate"]))
-        return {**found, "sampling": sampling}
-
-    @model_validator(mode="after")
-    def _epochs_agree(self) -> PrivacyConfig:
-        if self.batch_size is not None and self.batch_size != self.expected_batch_size:
-            raise ValueError(
-                f"batch_size is {self.batch_size} and expected_batch_size {self.expected_batch_size:g}; they"
-                " are two names of one number: give one"
-            )
-        rate = self.sampling.sample_rate
-        if self.epochs is not None and rate is None:
-            raise ValueError(
-                "epochs: an epoch is 1 / sample_rate steps, and fixed batches have no sample_rate; give steps"
-            )
-        if self.epochs is not None and rate is not None and self.steps != _steps_in(self.epochs, rate):
-            raise ValueError(
-                f"steps is {self.steps}, and epochs: {self.epochs:g} are {_steps_in(self.epochs, rate)} steps"
-                f" at a sample_rate of {rate:g}; give one of them"
-            )
-        return self
-
-    @model_validator(mode="before")
-    @classmethod
     def _relation_of_the_scheme(cls, value: object) -> object:
         """Where the relation is left open, it is the scheme's own: a resolved config says which."""
         if not isinstance(value, dict) or value.get("relation") is not None:
@@ -234,48 +176,20 @@ class PrivacyConfig(ConfigSection):
                 f"expected_batch_size is {divisor:g}, and every batch has {sampling.batch_size} records"
                 " (sampling.batch_size)"
             )
-        if sampling.sample_rate is None or sampling.dataset_size is None or sampling.max_batch_size is None:
-            return self
-        expected = min(sampling.sample_rate * sampling.dataset_size, sampling.max_batch_size)
-        if not expected / 2 <= divisor <= expected * 2:
-            raise ValueError(
-                f"expected_batch_size is {divisor:g}, and batches have about {expected:g} records"
-                " (sample_rate * dataset_size, at most max_batch_size); is one of them off?"
-            )
         return self
 
     @model_validator(mode="after")
     def _records_have_moments(self) -> PrivacyConfig:
-        kind = f"{self.sampling.scheme} sampling under {self.relation}"
-        if self.individual_every and kind.startswith(("truncated", "poisson sampling under replace")):
-            raise ValueError(f"individual_every: the moments of a record are not known for {kind}")
+        replaced = self.sampling.scheme == "poisson" and self.relation == "replace_one"
+        if self.individual_every and replaced:
+            raise ValueError(
+                "individual_every: the moments of a record are not known for poisson sampling under"
+                " replace_one"
+            )
         return self
 
     @model_validator(mode="after")
     def _a_budget_counts_what_is_private(self) -> PrivacyConfig:
         if self.budget is not None and self.noise.seed is not None:
             raise ValueError("budget: a seeded run protects nothing from who knows noise.seed; leave one out")
-        return self
-
-    @model_validator(mode="after")
-    def _a_multiplier_for_each_step(self) -> PrivacyConfig:
-        listed = self.noise.schedule.multipliers
-        if listed is not None and len(listed) != self.steps:
-            raise ValueError(
-                f"noise.schedule.multipliers has {len(listed)} numbers for {self.steps} steps; give one a"
-                " step"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _what_adapts_leaves_room(self) -> PrivacyConfig:
-        adaptive = self.clipping.adaptive
-        if adaptive is None:
-            return self
-        if self.noise.multiplier is not None and self.noise.multiplier >= 2 * adaptive.count_noise_multiplier:
-            raise ValueError(
-                f"clipping.adaptive.count_noise_multiplier is {adaptive.count_noise_multiplier:g}, and must"
-                f" be more than half of noise.multiplier ({self.noise.multiplier:g}): the count's noise is"
-                " taken out of what the multiplier allows"
-            )
         return self

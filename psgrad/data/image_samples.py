@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -40,26 +39,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class Preparation(ABC):
-    """How an image becomes an input of the model."""
-
-    @property
-    @abstractmethod
-    def channels(self) -> int | None:
-        """1 for grey, 3 for colours; None for those of the first image."""
-
-    @property
-    @abstractmethod
-    def described(self) -> str:
-        """All that decides the numbers, as a text."""
-
-    @abstractmethod
-    def tensor(self, image: Image, named: str) -> Tensor:
-        """[channels, height, width] float32. Raises DataError."""
-
-
 @dataclass(frozen=True)
-class Steps(Preparation):
+class Steps:
     """Resize, crop, values from 0 to 1, then less the mean and divided by the standard deviation.
 
     size: the shorter side, or (height, width). crop: of the middle, (height, width).
@@ -73,14 +54,17 @@ class Steps(Preparation):
 
     @property
     def channels(self) -> int | None:
+        """1 for grey, 3 for colours; None for those of the first image."""
         given = self.mean or self.std
         return None if given is None else len(given)
 
     @property
     def described(self) -> str:
+        """All that decides the numbers, as a text."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def tensor(self, image: Image, named: str) -> Tensor:
+        """[channels, height, width] float32. Raises DataError."""
         image = self._cropped(self._resized(image), named)
         values = np.asarray(image, dtype=np.float32) / 255
         found = torch.from_numpy(values[None] if values.ndim == 2 else values.transpose(2, 0, 1).copy())
@@ -107,8 +91,7 @@ class Steps(Preparation):
         (height, width), (whole_width, whole_height) = self.crop, image.size
         if height > whole_height or width > whole_width:
             raise DataError(
-                f"{named} has {whole_height} x {whole_width} pixels, and data.crop wants {height} x"
-                f" {width}; expected an image that is at least as large as the crop",
+                f"{named} has {whole_height} x {whole_width} pixels, and data.crop is {height} x {width}",
                 hint="set data.size, to which images are resized before they are cropped",
             )
         left, top = (whole_width - width) // 2, (whole_height - height) // 2
@@ -116,26 +99,33 @@ class Steps(Preparation):
 
 
 @dataclass(frozen=True)
-class Processed(Preparation):
+class Processed:
     """The image processor of a pretrained model's folder."""
 
     processor: Any
 
     @property
     def channels(self) -> int | None:
+        """See Steps."""
         mean = getattr(self.processor, "image_mean", None)
         return 1 if isinstance(mean, Sequence) and len(mean) == 1 else 3
 
     @property
     def described(self) -> str:
+        """See Steps."""
         return json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
 
     def tensor(self, image: Image, named: str) -> Tensor:
+        """See Steps."""
         try:
             found = self.processor(images=[image], return_tensors="pt")["pixel_values"]
         except (ValueError, TypeError, RuntimeError) as error:
             raise DataError(f"{named} can't be prepared by the model's image processor: {error}") from error
         return torch.as_tensor(found)[0].float()
+
+
+Preparation = Steps | Processed
+"""How an image becomes an input of the model."""
 
 
 def preparation(config: DataConfig, trained: Pretrained | Mapping[str, Any] | None) -> Preparation:
@@ -200,9 +190,8 @@ def _processor(pretrained: Pretrained) -> Any:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{pretrained.folder} has no image processor: {first_line(error)}; expected"
-            " preprocessor_config.json in the model's folder",
-            hint="save it there with the image processor's save_pretrained",
+            f"{pretrained.folder} has no image processor: {first_line(error)}",
+            hint="save preprocessor_config.json there with the image processor's save_pretrained",
         ) from error
 
 
@@ -267,11 +256,8 @@ class ImageSamples(TableSamples):
             differs = "now; it was not so when the run began"
         if _digest(content) != self._digests[row * DIGEST : (row + 1) * DIGEST]:
             raise DataError(
-                f"{named} {differs}; expected the same images in all passes, and on all machines",
-                hint=(
-                    "a file that was written or removed meanwhile, or a machine with a copy of its own;"
-                    " put the file back and go on with --resume, or begin anew with --overwrite"
-                ),
+                f"{named} {differs}",
+                hint="put the file back and go on with --resume, or begin anew with --overwrite",
             )
         if broken is not None:
             raise broken
@@ -280,8 +266,7 @@ class ImageSamples(TableSamples):
         self._shape = shape if self._shape is None else self._shape
         if shape != self._shape:
             raise DataError(
-                f"{named} has the shape {list(shape)} once it is prepared, the first one"
-                f" {list(self._shape)}; expected images of one size",
+                f"{named} has the shape {list(shape)} once it is prepared, the first one {list(self._shape)}",
                 hint="set data.size to [height, width], or data.size and data.crop",
             )
         return found

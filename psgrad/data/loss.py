@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from psgrad.config import LossConfig, is_callable_spec
-from psgrad.errors import ConfigError, LossError, one_line
+from psgrad.errors import ConfigError, LossError
 from psgrad.plugins import LOSSES, configured
 from psgrad.user_code import module_of, resolve
 from psgrad.wording import unit_of_loss
@@ -85,9 +85,7 @@ def resolve_loss(config: LossConfig, base: Path) -> Criterion:
         return Criterion(config.name, of_tensor, loss.kind, ignore_index, unit=unit)
     function = resolve(config.name, base, raises=LossError)
     if inspect.isclass(function):
-        raise ConfigError(
-            f"the loss {config.name} is a class; expected a function of (output, target) for one sample"
-        )
+        raise ConfigError(f"the loss {config.name} is a class; expected a function of (output, target)")
     modules = (module_of(config.name),)
     columns = tuple(config.columns)
     custom = partial(_custom, config.name, function, columns)
@@ -100,12 +98,8 @@ def _of_one_tensor(name: str, loss: LossFunction, output: Any, target: Tensor) -
         return loss(output, target)
     parts = f" with {', '.join(map(str, list(output)[:8]))}" if isinstance(output, dict) else ""
     raise LossError(
-        f"the model returned an object of type {type(output).__name__}{parts}; expected a tensor, for the"
-        f" loss {name}",
-        hint=(
-            "write a loss of your own that picks what it needs, def loss(output, target), and name it:"
-            " file.py:loss"
-        ),
+        f"the model returned an object of type {type(output).__name__}{parts}; {name} takes a tensor",
+        hint="write a def loss(output, target) that picks what it needs, and name it: file.py:loss",
     )
 
 
@@ -114,9 +108,7 @@ def _custom(
 ) -> Tensor:
     if len(values) != len(columns):
         raise LossError(
-            f"the loss {name} takes the columns {', '.join(columns)}, and was to be taken without them;"
-            " expected a measure or a method that takes gradients of the loss, not of output and target"
-            " alone",
+            f"the loss {name} takes the columns {', '.join(columns)}, and was to be taken without them",
             hint="leave out what takes derivatives in the output, such as a Gauss-Newton curvature",
         )
     value = loss(output, target, *values)
@@ -128,12 +120,8 @@ def _custom(
         else f"an object of type {type(value).__name__}"
     )
     raise LossError(
-        f"the loss {name} returned {got} for one sample; expected one real number: a floating-point tensor"
-        " without axes",
-        hint=(
-            "it is called with one sample at a time, without a batch axis; reduce over all axes, for"
-            " example with .mean()"
-        ),
+        f"the loss {name} returned {got} for one sample; expected one real number",
+        hint="it gets one sample, without a batch axis: reduce over all axes, such as with .mean()",
     )
 
 
@@ -141,11 +129,8 @@ def require_shapes(fits: bool, name: str, expected: str, output: Tensor, target:
     """Raises LossError unless `fits`."""
     if not fits:
         raise LossError(
-            one_line(
-                f"the model's output {list(output.shape)} and the target {list(target.shape)} of one sample"
-                f" don't go together in {name}",
-                "expected " + (expected),
-            ),
+            f"the model's output {list(output.shape)} and the target {list(target.shape)} of one sample don't"
+            f" go together in {name}; expected {expected}"
         )
 
 

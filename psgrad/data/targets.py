@@ -154,11 +154,8 @@ def _check_labels(
     if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
         raise DataError(
             f"the targets are of type {target.dtype}; {row_name(0)} holds {_first(target)}; expected whole"
-            f" numbers, one per label, for the loss {criterion.name}",
-            hint=(
-                "save the target column as integers, or choose a loss for values, such as mse or"
-                " bce_with_logits"
-            ),
+            f" numbers for the loss {criterion.name}",
+            hint="save the target column as integers, or choose a loss for values, such as mse",
         )
     wrong = (target < 0) if num_classes is None else (target < 0) | (target >= num_classes)
     wrong &= target != criterion.ignore_index

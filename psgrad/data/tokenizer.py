@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from psgrad.config import DataConfig
-from psgrad.errors import ConfigError, DataError, one_line
+from psgrad.errors import ConfigError, DataError
 from psgrad.models.hub import library, located, quiet
 from psgrad.models.pretrained import Pretrained, model_inputs
 from psgrad.run.input_files import sha256_of
@@ -109,10 +109,7 @@ class Tokenizer:
             raise DataError(
                 f"{where} has {length:,} tokens; expected at most {self.limit:,}, which is data.max_length"
                 " or else what the model takes",
-                hint=(
-                    "set data.truncation: right (or left) to cut such rows, or raise data.max_length"
-                    " where the model takes more"
-                ),
+                hint="set data.truncation: right (or left) to cut such rows, or raise data.max_length",
             )
 
     def require_known(self, ids: Sequence[int], where: str) -> None:
@@ -120,13 +117,8 @@ class Tokenizer:
         if self.size is not None and ids and (largest := max(ids)) >= self.size:
             raise DataError(
                 f"{where} has the token {self.inner.convert_ids_to_tokens(largest)!r} with the id"
-                f" {largest:,}, and the model has embeddings for {self.size:,} tokens; expected token ids"
-                f" from 0 to {self.size - 1:,}",
-                hint=(
-                    "the tokenizer of another model, or tokens that were added to the tokenizer and not"
-                    " to the model; name the model's own tokenizer in data.tokenizer, or call the"
-                    " model's resize_token_embeddings and save it anew"
-                ),
+                f" {largest:,}, and the model has embeddings for {self.size:,} tokens",
+                hint="name the model's own tokenizer in data.tokenizer, or call resize_token_embeddings",
             )
 
     def kept(self, length: int) -> slice:
@@ -190,12 +182,8 @@ def _read(folder: Path) -> Any:
     """
     transformers = library("transformers")
     missing = DataError(
-        f"there is no tokenizer in {folder}; expected tokenizer.json, or the vocabulary of a tokenizer, as"
-        " its save_pretrained writes it",
-        hint=(
-            "the model was saved without its tokenizer; save it with tokenizer.save_pretrained into"
-            " that folder, or name another folder in data.tokenizer"
-        ),
+        f"there is no tokenizer in {folder}",
+        hint="call tokenizer.save_pretrained with that folder, or name another folder in data.tokenizer",
     )
     try:
         with quiet():
@@ -207,10 +195,7 @@ def _read(folder: Path) -> Any:
             raise missing from error
         raise DataError(
             f"the tokenizer in {folder} can't be read: {first_line(error)}",
-            hint=(
-                "a damaged file, code of its own that psgrad does not run, or a library that is"
-                " missing; load it with transformers.AutoTokenizer.from_pretrained to see more"
-            ),
+            hint="load it with transformers.AutoTokenizer.from_pretrained to see more",
         ) from error
     # A tokenizer of bytes or characters has no vocabulary to save.
     vocabulary = tuple(inner.vocab_files_names.values()) or _SAVED
@@ -257,8 +242,7 @@ def _limit(wanted: int | None, inner: Any, config: Any) -> int | None:
     rotary = getattr(text, "rope_parameters", None) is not None
     if wanted is not None and positions is not None and wanted > positions and not rotary:
         raise ConfigError(
-            f"data.max_length is {wanted:,}, and the model has {positions:,} positions; expected at most"
-            f" {positions:,}",
+            f"data.max_length is {wanted:,}, and the model has {positions:,} positions",
         )
     if wanted is not None:
         return wanted
@@ -296,10 +280,7 @@ def require_template(tokenizer: Tokenizer) -> None:
     if not tokenizer.inner.chat_template:
         raise DataError(
             "the tokenizer has no chat template, and data.messages needs one",
-            hint=(
-                "a base model, which was not trained on chats; name the tokenizer of a chat model in"
-                " data.tokenizer, or give prompt and completion"
-            ),
+            hint="name the tokenizer of a chat model in data.tokenizer, or give prompt and completion",
         )
 
 
@@ -315,12 +296,10 @@ def chat_tokens(tokenizer: Tokenizer, messages: Chat | None, where: str) -> tupl
     _require_contents(tokenizer, chat, where)
     if not chat or not any(_role(turn) == "assistant" for turn in chat):
         roles = ", ".join(dict.fromkeys(_role(turn) or "none" for turn in chat))
+        said = f"; its roles: {roles}" if roles else ""
         raise DataError(
-            one_line(
-                f"{where}: the chat has no turn of the assistant"
-                + (f"; its roles: {roles}" if roles else ""),
-                "expected at least one message with the role assistant: the loss is of what it says",
-            )
+            f"{where}: the chat has no turn of the assistant{said}",
+            hint="the loss is of what a message with the role assistant says",
         )
     if "generation" in _template_text(tokenizer) and tokenizer.inner.is_fast:
         found = _rendered(tokenizer, chat, where, return_assistant_tokens_mask=True)
@@ -341,13 +320,10 @@ def _by_prefixes(tokenizer: Tokenizer, chat: Chat, where: str) -> tuple[list[int
         end = list(_rendered(tokenizer, chat[: place + 1], where)["input_ids"])
         if end[: len(start)] != start or whole[: len(end)] != end:
             raise DataError(
-                f"{where}: the chat template does not tell the tokens of message {place}; expected a"
-                " template that renders the first messages of a chat as in the whole chat",
-                hint=(
-                    "it changes or leaves out earlier turns, as templates of reasoning models do; put"
-                    " {% generation %} and {% endgeneration %} around the assistant's words in the"
-                    " tokenizer's template, or give prompt and completion"
-                ),
+                f"{where}: the chat template changes earlier turns, so that the tokens of message {place}"
+                " are not known",
+                hint="put {% generation %} around the assistant's words in the template, or give prompt and"
+                " completion",
             )
         mask[len(start) : len(end)] = [True] * (len(end) - len(start))
     return whole, mask
@@ -360,8 +336,7 @@ def _rendered(tokenizer: Tokenizer, chat: Chat, where: str, **options: Any) -> A
             return tokenizer.inner.apply_chat_template(chat, **given)
     except Exception as error:  # templates raise what they want
         raise DataError(
-            f"{where}: the chat template raised {type(error).__name__}: {first_line(error)}; expected"
-            " messages of the roles and in the order that the template takes",
+            f"{where}: the chat template raised {type(error).__name__}: {first_line(error)}",
         ) from error
 
 
@@ -384,14 +359,13 @@ def _require_contents(tokenizer: Tokenizer, chat: Chat, where: str) -> None:
         content = turn.get("content") if isinstance(turn, dict) else None
         if content is None and not (isinstance(turn, dict) and set(turn) - {"role", "name"}):
             raise DataError(
-                f"{where}: message {place} of the chat has no content; expected a text in the content of"
-                " each message, which may be empty",
-                hint="put the text there, or remove the message or the row",
+                f"{where}: message {place} of the chat has no content",
+                hint="put a text there, which may be empty, or remove the message or the row",
             )
         if isinstance(content, list) and str(content) in _rendered(tokenizer, [turn], where, tokenize=False):
             raise DataError(
                 f"{where}: message {place} of the chat has its content in parts, and the tokenizer's"
-                " template takes one text; expected a text in the content of each message",
+                " template takes one text",
                 hint="join the texts of its parts into one text",
             )
 

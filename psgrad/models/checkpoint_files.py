@@ -74,7 +74,7 @@ def require_checkpoint(path: Path) -> Path:
     if converter is not None:
         raise ConfigError(
             f"the checkpoint {path} is a folder of sharded training, whose files are not read",
-            hint=f"make one file of it by {converter}, and name that file",
+            hint=f"make one file of it by {converter.replace('FOLDER', str(path))}, and name that file",
         )
     raise ConfigError(
         f"the checkpoint {path} is a folder with none of {', '.join(FOLDERS)}", hint="name the file inside it"

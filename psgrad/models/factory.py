@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,18 +14,17 @@ from torch.nn.parameter import is_lazy
 
 from psgrad.config import ModelConfig, did_you_mean
 from psgrad.errors import ConfigError, ModelError
-from psgrad.models.adapters import Adapted, with_adapter
 from psgrad.models.checkpoint_files import StateDict, checkpoint_files, read_checkpoint, require_checkpoint
 from psgrad.models.checkpoints import load_into
-from psgrad.models.hub import library
-from psgrad.models.in_files import built_without_memory, tensors_in_files
 from psgrad.models.model_folders import SETTINGS, adapter_weights, weights_file
-from psgrad.models.pretrained import Pretrained, load_pretrained, pick_for
 from psgrad.models.quantised import require_frozen, require_whole
 from psgrad.run.identity import files_sha256
 from psgrad.run.results.manifest import ModelOrigin
 from psgrad.user_code import call_factory, module_of
 from psgrad.wording import first_line, first_of
+
+if TYPE_CHECKING:
+    from psgrad.models.pretrained import Pretrained
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,8 @@ def _in_files(config: ModelConfig, base: Path) -> LoadedModel | None:
     """The factory's model, its parameters in the checkpoint's files; None where they must be in memory."""
     if config.checkpoint is None or config.mode == "train":  # which draws after what the factory has drawn
         return None
+    from psgrad.models.in_files import built_without_memory, tensors_in_files
+
     tensors = tensors_in_files(base / config.checkpoint)
     model = None if tensors is None else built_without_memory(lambda: _built(config, base))
     if model is None or tensors is None:
@@ -153,6 +154,9 @@ def _from_pretrained(
 ) -> LoadedModel:
     """A pretrained model with its adapters. `narrow`: of a model with adapters nothing else is trained."""
     narrow = narrow and config.adapter is not None
+    from psgrad.models.adapters import Adapted, with_adapter
+    from psgrad.models.pretrained import load_pretrained, pick_for
+
     found = load_pretrained(config, base, narrow=narrow, allow_download=allow_download, in_files=in_files)
     adapted = Adapted(found.model)
     if config.adapter is not None:
@@ -188,11 +192,8 @@ def _built(config: ModelConfig, base: Path) -> nn.Module:
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ModelError(
-            f"the parameter {lazy[0]} has no shape yet ({len(lazy)} in all)",
-            hint=(
-                "a lazy layer takes its shape from the first batch, and the model has seen none; name"
-                " the sizes in the factory, or run one batch through the model there"
-            ),
+            f"the parameter {lazy[0]} of a lazy layer has no shape yet ({len(lazy)} in all)",
+            hint="name the sizes in the factory, or run one batch through the model there",
         )
     return model
 
@@ -214,7 +215,7 @@ def _require_usable_parameters(model: nn.Module, factory: str) -> None:
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ModelError(
-                f"the parameter {name} is on the meta device: it has a shape but no values",
+                f"the parameter {name} is on the meta device, without values",
                 hint="build the model on the CPU in the factory",
             )
         wide = parameter.is_floating_point() and parameter.dtype.itemsize > 1
@@ -238,13 +239,13 @@ def _require_independent_samples(model: nn.Module) -> None:
     more = f" (and {len(mixing) - 1} more)" if len(mixing) > 1 else ""
     if layer.training:
         raise ModelError(
-            f"the layer {name} ({type(layer).__name__}){more} is in train mode, where every sample's output"
-            " depends on its whole batch",
+            f"the layer {name} ({type(layer).__name__}){more} is in train mode: each output depends on the"
+            " whole batch",
             hint="set model.mode: eval, or replace the layer by nn.GroupNorm and train again",
         )
     raise ModelError(
-        f"the layer {name} ({type(layer).__name__}){more} keeps no running statistics, so even in eval mode "
-        "every sample's output depends on its whole batch",
+        f"the layer {name} ({type(layer).__name__}){more} keeps no running statistics: each output depends on"
+        " the whole batch",
         hint="build it with track_running_stats=True, or replace it by nn.GroupNorm and train again",
     )
 
@@ -257,6 +258,8 @@ def load_timm(config: ModelConfig) -> LoadedModel:
             "model.kwargs: pretrained would download weights, whatever they are today",
             hint="save them once with safetensors, and name the file in model.checkpoint",
         )
+    from psgrad.models.hub import library
+
     timm: Any = library("timm", extra="vision")
     if not timm.is_model(config.timm):
         raise ConfigError(

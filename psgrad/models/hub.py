@@ -99,10 +99,7 @@ def located(
             )
         return LocalFolder(folder)
     if folder.exists():
-        raise ConfigError(
-            f"{key}: {folder} is a file",
-            hint="name the folder that the file lies in",
-        )
+        raise ConfigError(f"{key}: {folder} is a file", hint="name the folder that the file lies in")
     if not is_hub_id(name):
         raise ConfigError(
             f"{key}: there is no folder {folder}",

@@ -53,15 +53,15 @@ def require_model_folder(folder: Path) -> None:
     """Raises ConfigError for a folder without config.json, and for an adapter's folder."""
     is_adapter = (folder / SETTINGS).is_file()
     if not (folder / "config.json").is_file():
+        inner = [each.parent.name for each in sorted(folder.glob("*/config.json"))]
         step = "save it with model.save_pretrained(folder); for other weights, use model.factory"
-        if is_adapter:
-            step = "name the base model in model.pretrained, and this folder of an adapter in model.adapter"
-        elif inner := [each.parent.name for each in sorted(folder.glob("*/config.json"))]:
-            step = f"name one of the folders of models in it: {', '.join(inner[:_SHOWN])}"
-        raise ConfigError(
-            f"model.pretrained: the folder {folder} has no config.json",
-            hint=step,
+        step = f"name one of the folders of models in it: {', '.join(inner[:_SHOWN])}" if inner else step
+        step = (
+            "name the base model in model.pretrained, and this folder in model.adapter"
+            if is_adapter
+            else step
         )
+        raise ConfigError(f"model.pretrained: the folder {folder} has no config.json", hint=step)
     if is_adapter:
         raise ConfigError(
             f"model.pretrained: the folder {folder} holds a model and an adapter ({SETTINGS})",
@@ -105,8 +105,8 @@ def weights_file(folder: Path, names: tuple[str, ...] = NAMES, what: str = "fold
     if found is None:
         others = sorted(path.name for path in folder.iterdir() if path.is_file())
         raise CheckpointError(
-            f"the {what} {folder} has no weights, but {', '.join(others[:_SHOWN]) or 'no files'}; expected"
-            f" one of {', '.join(names)}",
+            f"the {what} {folder} has no weights ({', '.join(names)}), but"
+            f" {', '.join(others[:_SHOWN]) or 'no files'}",
             hint="copy or download it again, to its end",
         )
     if ".bin" not in found.name:
@@ -151,13 +151,9 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
     """A folder's adapter_config.json. Raises ConfigError without one, CheckpointError for a damaged one."""
     path = folder / SETTINGS
     if not path.is_file():
-        step = "name the folder of an adapter, as peft's save_pretrained writes it"
-        if (folder / "config.json").exists():
-            step = "it holds a whole model: name it in model.pretrained"
-        raise ConfigError(
-            f"model.adapter: the folder {folder} has no {SETTINGS}",
-            hint=step,
-        )
+        whole = (folder / "config.json").exists()
+        step = "it holds a whole model: name it in model.pretrained" if whole else "name an adapter's folder"
+        raise ConfigError(f"model.adapter: the folder {folder} has no {SETTINGS}", hint=step)
     content: dict[str, Any] = json_content(path)
     if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
         raise CheckpointError(f"{path} names no peft_type; expected a file that peft wrote")
@@ -184,11 +180,8 @@ def base_notes(
     if theirs is None and (base.commit is None or not is_hub_id(named)):
         return [f"the adapter {folder} names {named} as its base, and shapes alone tell that {ours} is that"]
     raise ConfigError(
-        f"the adapter {folder} was made for another base model, {named}; expected an adapter of {ours}",
-        hint=(
-            f"set model.pretrained to {named}; or if {ours} is the same model, say so in"
-            f" base_model_name_or_path of {folder / SETTINGS}"
-        ),
+        f"the adapter {folder} was made for another base model, {named}, and not for {ours}",
+        hint=f"set model.pretrained to {named}, or correct base_model_name_or_path in {folder / SETTINGS}",
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from psgrad.config.model import TASKS, ModelConfig, Task
-from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError, one_line
+from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
 from psgrad.models.checkpoints import load_into
 from psgrad.models.hub import LocalFolder, library, located, quiet
 from psgrad.models.in_files import built_without_memory, plain_tensors, tensors_in_files
@@ -150,16 +150,12 @@ def read_settings(folder: Path, config: ModelConfig) -> Any:
 def _unreadable(folder: Path, error: Exception, trusted: bool) -> PsgradError:
     if "trust_remote_code" in str(error) and not trusted:
         return ConfigError(
-            f"model.pretrained: {folder} brings Python code of its own, and it was not run; expected a"
-            " model that transformers knows by itself",
+            f"model.pretrained: {folder} brings Python code of its own, and it was not run",
             hint="read the code; then set model.trust_remote_code: true to run it",
         )
     return ModelError(
         f"transformers can't read the config of {folder}: {first_line(error)}",
-        hint=(
-            "a model newer than the installed transformers, or a damaged config.json; upgrade"
-            " transformers, or compare config.json with the source's"
-        ),
+        hint="upgrade transformers, or compare config.json with the source's",
     )
 
 
@@ -172,10 +168,8 @@ def _class_for(task: Task, settings: Any) -> Any:
     if task not in _tasks_of(settings, [task]):
         known = _tasks_of(settings, TASKS)
         raise ConfigError(
-            one_line(
-                f"model.task is {task}, and transformers has no such head for a {settings.model_type} model",
-                f"expected one of {', '.join(known)}" if known else None,
-            )
+            f"model.task is {task}, and transformers has no such head for a {settings.model_type} model",
+            hint=f"expected one of {', '.join(known)}" if known else None,
         )
     problem, labels = getattr(settings, "problem_type", None), getattr(settings, "num_labels", None)
     if task == "sequence-classification" and (problem == "regression" or labels == 1):
@@ -270,11 +264,9 @@ def _misfit(folder: Path, error: Exception, config: ModelConfig) -> CheckpointEr
     lines = [line.strip() for line in str(error).splitlines() if "mismatch" in line.lower()]
     return CheckpointError(
         f"the weights in {folder} have other shapes than the model of its config: {lines[0]}",
-        hint=(
-            f"model.kwargs change the sizes: {', '.join(config.kwargs)}"
-            if config.kwargs
-            else "config.json belongs to another model"
-        ),
+        hint=f"model.kwargs change the sizes: {', '.join(config.kwargs)}"
+        if config.kwargs
+        else "config.json belongs to another model",
     )
 
 
@@ -286,13 +278,9 @@ def _checked(report: Mapping[str, Any], config: ModelConfig, folder: Path) -> li
     if missing:
         saved = saved_as(folder)
         raise CheckpointError(
-            f"the folder {folder} has no weights for {first_of(missing, _SHOWN)}: the model of task"
-            f" {config.task} would start with random numbers there; expected all weights of the model, and"
-            " of its head",
-            hint=one_line(
-                f"it was saved as {saved}, whose head is another" if saved else "it has no such head",
-                "name the fine-tuned folder, or set model.task to what it was trained for",
-            ),
+            f"the folder {folder}, saved as {saved}, has no weights for {first_of(missing, _SHOWN)}: the"
+            f" model of task {config.task} would start with random numbers there",
+            hint="name the fine-tuned folder, or set model.task to what it was trained for",
         )
     extra = sorted(report["unexpected_keys"])
     words = f"left out {len(extra)} tensors of {folder} for which there is no place"

@@ -54,8 +54,7 @@ class RunCheckpoints:
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise ConfigError(
-                f"RunCheckpoints: epochs is {self.epochs} and steps is {self.steps}; expected one of them:"
-                " the length of the run",
+                f"RunCheckpoints: epochs is {self.epochs} and steps is {self.steps}; expected one of them",
             )
         given = (self.length, self.count, 1 if self.steps_per_epoch is None else self.steps_per_epoch)
         if any(type(each) is not int or each < 1 for each in given):
@@ -68,12 +67,8 @@ class RunCheckpoints:
         other = [name for name in there if name not in names]
         if other:
             raise ConfigError(
-                f"the folder {self.folder} has {other[0]}, which is none of this run's checkpoints;"
-                f" expected an empty folder, or an earlier run with the same {self.unit}s and count",
-                hint=(
-                    "checkpoints of another run, which a pattern would take for ones of this run; name"
-                    " another folder, or delete the files"
-                ),
+                f"the folder {self.folder} has {other[0]}, which is none of this run's checkpoints",
+                hint="name another folder, or delete the files of the other run",
             )
 
     @property
@@ -102,8 +97,7 @@ class RunCheckpoints:
         if type(number) is not int or not 1 <= number <= self.length:
             raise ConfigError(
                 f"RunCheckpoints.save: {self.unit} {number!r} of a run of {self.length} {self.unit}s;"
-                f" expected how many {self.unit}s are done: a whole number from 1 to {self.length}",
-                hint=f"a count from 0, or a run that is longer than `{self.unit}s` says",
+                f" expected how many {self.unit}s are done, from 1 to {self.length}",
             )
         if number not in self.numbers:
             return None
@@ -231,7 +225,7 @@ def second_moments(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor
             raise CheckpointError(
                 f"the optimiser state {path} has {', '.join(sorted(states[name])) or 'nothing'} of {name};"
                 " expected exp_avg_sq and step, as Adam and AdamW keep them",
-                hint="a run of another optimiser; leave out influence.method.optimizer: adam",
+                hint="leave out influence.method.optimizer: adam",
             )
         if square.shape != parameter.shape:
             raise _of_another_model(
@@ -308,8 +302,5 @@ def _names_of(groups: Sequence[Mapping[str, Any]], model: nn.Module, path: Path)
 def _of_another_model(path: Path, arrived: str) -> CheckpointError:
     return CheckpointError(
         f"the optimiser state {path} has {arrived}; expected the state of the parameters of this model",
-        hint=(
-            "a file of another model or another trainer; set influence.method.batch_size, and delete or"
-            " move the file: the state is then estimated"
-        ),
+        hint="set influence.method.batch_size, and move the file: the state is then estimated",
     )

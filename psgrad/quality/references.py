@@ -140,7 +140,7 @@ class Reference:
     """Trusted samples, a row each.
 
     Attributes:
-        kind: 'baseline', 'run' or 'data'.
+        kind: 'baseline' or 'run'.
         source: the file or folder, as the config names it.
         scores: [n] float64, NaN where a sample has none.
         labels: [n] text, its group, before small groups are joined.
@@ -248,9 +248,7 @@ def require_comparable(
         {key: ours[key] for key in keys},
         f"the reference {source} was measured with something else, and its scores can't be compared with"
         " these",
-        hint=(
-            "run psgrad analyze on the trusted samples again, or give them as analyze.outliers.reference.data"
-        ),
+        hint="run psgrad analyze on the trusted samples again",
     )
     return tuple(
         f"the reference was measured with other code: {words}" for words in code_changes(theirs, ours)

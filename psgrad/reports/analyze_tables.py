@@ -180,6 +180,19 @@ def gate_table(check: CheckResult) -> Table:
     )
 
 
+def issue_summary(summary: pd.DataFrame) -> Table:
+    """A row a type of issue: how many samples have it, the worst of them, and what it was made of."""
+    columns = [
+        TableColumn("issue", lambda row: str(row.issue).replace("_", " ")),
+        TableColumn("samples", lambda row: "" if pd.isna(row.found) else f"{row.found:,}", numeric=True),
+        TableColumn(
+            "of the dataset", lambda row: "" if pd.isna(row.score) else number(row.score), numeric=True
+        ),
+        TableColumn("from", lambda row: str(row.made_of)),
+    ]
+    return table("issue-types", "Issues by type", columns, summary.itertuples())
+
+
 def finding_table(check: CheckResult) -> Table:
     """The most severe findings."""
     rules = "; ".join(f"{rule}: {meaning}" for rule, meaning in RULES.items())

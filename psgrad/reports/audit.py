@@ -12,7 +12,7 @@ from psgrad.reports.privacy import RELATIONS
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import count, number, printable
-from psgrad.run.results import DPAuditResult, NeighbourPair
+from psgrad.run.results.privacy import DPAuditResult, NeighbourPair
 from psgrad.wording import json_values
 
 PRIVATE_WARNING = (

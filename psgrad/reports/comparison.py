@@ -1,4 +1,4 @@
-"""Two runs side by side, in the formats that people and shells read, as a figure and as a page."""
+"""Two runs side by side, in the formats that people and shells read."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 import pandas as pd
 
 from psgrad.reports.ci_text import clean, code, plain
-from psgrad.reports.figures import DASHES, QUIET, REST, Plot, binned, figure_with_axes, say_empty, styled
-from psgrad.reports.outliers import score_words
-from psgrad.reports.page import render_template
 from psgrad.reports.tables import Table, TableColumn, number_column, table
 from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.words import MISSING, count, identifier, percentile
@@ -135,58 +132,3 @@ def _markdown(result: Comparison) -> str:
         lines += ["", f"#### {plain(each.caption)}", ""]
         lines += [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
     return "\n".join(lines) + "\n"
-
-
-MAX_POINTS = 4000  # above, they are binned
-_HEADLINE = {
-    "common": "samples in both",
-    "came": "came",
-    "went": "went",
-    "entered": "entered the list",
-    "left": "left the list",
-}
-
-
-@styled
-def draw_comparison(result: Comparison) -> Plot:
-    """Each common sample's score in B against that in A; on the line nothing has changed."""
-    a, b = (result.common[column].to_numpy(float) for column in ("score_a", "score_b"))
-    figure, axes = figure_with_axes(5.0)
-    log = len(a) > 0 and min(a.min(), b.min()) > 0
-    if not len(a):
-        say_empty(axes, "no sample has a finite score in both")
-    else:
-        low, high = min(a.min(), b.min()), max(a.max(), b.max())
-        if log:
-            axes.set(xscale="log", yscale="log")
-        axes.plot([low, high], [low, high], color=QUIET, linewidth=0.9, linestyle=DASHES, zorder=1)
-        if len(a) <= MAX_POINTS:
-            axes.scatter(a, b, s=9, color=REST, alpha=0.6, linewidths=0, zorder=2, rasterized=True)
-        else:
-            figure.colorbar(binned(axes, a, b), ax=axes, label="samples per bin (log scale)")
-        scale = " (log scale)" if log else ""
-        axes.set_xlabel(f"{score_words(clean(result.score))} in A{scale}", parse_math=False)
-        axes.set_ylabel(f"{score_words(clean(result.score))} in B{scale}", parse_math=False)
-    caption = (
-        f"{count(len(a))} that are in both runs and have a score in both. On the line nothing has changed. "
-    )
-    return Plot("comparison", "Score in B against A", caption, figure)
-
-
-def render_page(result: Comparison) -> str:
-    """The comparison as HTML."""
-    return render_template(
-        "comparison.html",
-        title="Two runs compared",
-        a=clean(result.a),
-        b=clean(result.b),
-        score=score_words(clean(result.score)),
-        headline=[
-            (correlation(result.spearman), "rank correlation (Spearman)"),
-            *((f"{result.counts[key]:,}", words) for key, words in _HEADLINE.items()),
-        ],
-        sentences=sentences(result),
-        warnings=[clean(each) for each in result.warnings],
-        plot=draw_comparison(result),
-        tables=tables(result),
-    )

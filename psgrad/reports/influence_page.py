@@ -45,8 +45,8 @@ from psgrad.reports.words import (
     percent,
     plural,
 )
-from psgrad.run.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes
-from psgrad.run.results.influence import harmful_rows
+from psgrad.run.results import disagrees, has_classes
+from psgrad.run.results.influence import ALL_INDEX, SIGN, InfluenceResult, harmful_rows
 from psgrad.run.results.influence_details import Array, TokenPair, TokenText
 from psgrad.wording import listed_names
 

@@ -26,7 +26,8 @@ from psgrad.reports.figures import (
 )
 from psgrad.reports.influence_words import own_words, query_name, reported_queries, unit_words
 from psgrad.reports.words import count, percent, shorten_middle
-from psgrad.run.results import ALL_INDEX, SIGN, InfluenceResult, carriers, cumulative_influence, disagrees
+from psgrad.run.results import disagrees
+from psgrad.run.results.influence import ALL_INDEX, SIGN, InfluenceResult, carriers, cumulative_influence
 from psgrad.wording import correlation
 
 MAX_ROWS = 12  # queries in one figure

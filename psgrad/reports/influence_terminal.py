@@ -22,7 +22,8 @@ from psgrad.reports.influence_words import (
 from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.words import MISSING, amount, brief, count
-from psgrad.run.results import ALL_INDEX, SIGN, IndexResult, InfluenceResult, TopSample
+from psgrad.run.results import TopSample
+from psgrad.run.results.influence import ALL_INDEX, SIGN, IndexResult, InfluenceResult
 
 SHOWN_QUERIES = 3
 TEXT_LIMIT = 40  # characters of a text that are shown

@@ -22,14 +22,12 @@ from psgrad.reports.words import (
     percent,
     shorten_middle,
 )
-from psgrad.run.results import (
+from psgrad.run.results import TopSample, disagrees, has_classes
+from psgrad.run.results.influence import (
     ALL_INDEX,
     ALL_QUERIES,
     SIGN,
     InfluenceResult,
-    TopSample,
-    disagrees,
-    has_classes,
     pairs_of,
     shown_queries,
 )

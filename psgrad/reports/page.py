@@ -95,8 +95,7 @@ def made_words(manifest: RunManifest) -> str:
 
 def facts_of(manifest: RunManifest, folder: Path) -> list[tuple[str, str]]:
     """Where the numbers come from: (name, value). What the manifest does not hold is left out."""
-    model, revision, check = manifest.model, manifest.revision, manifest.self_check
-    commit = "the commit in the config's folder; changes that are not committed are not seen"
+    model, check = manifest.model, manifest.self_check
     # How long the page itself takes is not known when it is made.
     timings = [f"{phase} {number(took)} s" for phase, took in manifest.timings.items() if phase != "report"]
     arithmetic = manifest.engine.dtype
@@ -112,7 +111,6 @@ def facts_of(manifest: RunManifest, folder: Path) -> list[tuple[str, str]]:
     facts: list[tuple[str, Any]] = [
         ("Made", made_words(manifest)),
         ("Command", manifest.command_line),
-        ("Revision", revision and f"{revision}, {commit}"),
         ("Model", model.name),
         ("Task", model.origin.task),
         ("Adapters", ", ".join(model.origin.adapters)),

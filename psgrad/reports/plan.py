@@ -8,7 +8,7 @@ from typing import TextIO
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.words import amount, count, duration, printable
-from psgrad.run.results import PlanResult
+from psgrad.run.results.plan import PlanResult
 from psgrad.wording import common_prefix, listed_names, parameter_names, prefix_note
 
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import MISSING, count, number
-from psgrad.run.results import DPPlanResult, DPStepResult
+from psgrad.run.results.privacy import DPPlanResult, DPStepResult
 from psgrad.run.results.privacy_report import BudgetResult, BudgetRun
 
 RELATIONS = {
@@ -245,13 +245,9 @@ def sampling_words(step: dict[str, Any]) -> str:
 
 
 def _drawn_words(sampling: dict[str, Any]) -> str:
-    scheme = sampling["scheme"]
-    if scheme == "fixed":
+    if sampling["scheme"] == "fixed":
         return f"fixed batches of {count(sampling['batch_size'], 'record')}, without amplification"
-    words = f"Poisson sampling, each record by itself with probability {compact(sampling['sample_rate'])}"
-    if scheme == "truncated_poisson":
-        words += f", cut off at {sampling['max_batch_size']:,} of {count(sampling['dataset_size'], 'record')}"
-    return words
+    return f"Poisson sampling, each record by itself with probability {compact(sampling['sample_rate'])}"
 
 
 def live_words(spent: float | None, delta: float) -> str:
@@ -284,7 +280,7 @@ def _setting_facts(step: dict[str, Any]) -> list[tuple[str, str]]:
         ("sampling", f"{sampling_words(step)} ({step['sampling']['scheme']})"),
     ]
     if step.get("clipping"):
-        facts.append(("clipping", _clipping_words(step["clipping"], step.get("adaptive"))))
+        facts.append(("clipping", _clipping_words(step["clipping"])))
     if step.get("noise_multiplier") is not None:
         facts.append(("noise", _noise_words(step)))
     elif step.get("sensitivity") is not None:
@@ -295,32 +291,17 @@ def _setting_facts(step: dict[str, Any]) -> list[tuple[str, str]]:
                 f" {number(step['sensitivity'])} on the sum",
             )
         )
-    if step.get("schedule", {}).get("kind", "constant") != "constant":
-        facts.append(("schedule", _schedule_words(step["schedule"])))
     return facts
 
 
 def _noise_words(step: dict[str, Any]) -> str:
-    accounted, deviation, sensitivity = step["noise_multiplier"], step["noise_std"], step["sensitivity"]
-    words = (
-        f"{step['mechanism']}, standard deviation {number(deviation)} on the sum ="
-        f" {number(deviation / sensitivity)} x sensitivity "
+    return (
+        f"{step['mechanism']}, standard deviation {number(step['noise_std'])} on the sum ="
+        f" {number(step['noise_multiplier'])} x sensitivity {number(step['sensitivity'])}"
     )
-    if math.isclose(deviation, accounted * sensitivity, rel_tol=1e-6):
-        return words + number(sensitivity)
-    # Where the bound adapts, the count that it follows has noise of its own, and the two together cost less
-    # noise than the sum has.
-    return f"{words}{number(sensitivity)}; with the bound's count it is accounted as {number(accounted)}"
 
 
-def _schedule_words(schedule: dict[str, Any]) -> str:
-    if schedule["kind"] == "list":
-        return "each step has a multiplier of its own"
-    every = f"{schedule['every']:,} steps" if schedule["kind"] == "step" else "step"
-    return f"the multiplier changes by a factor of {compact(schedule['factor'])} every {every}"
-
-
-def _clipping_words(clipping: dict[str, Any], adaptive: dict[str, Any] | None = None) -> str:
+def _clipping_words(clipping: dict[str, Any]) -> str:
     groups = clipping["groups"]
     bounds = sorted({group["bound"] for group in groups})
     rule = "normalised to below" if clipping.get("rule") == "automatic" else "clipped to"
@@ -329,9 +310,6 @@ def _clipping_words(clipping: dict[str, Any], adaptive: dict[str, Any] | None = 
         if len(bounds) == 1
         else f"norms {number(bounds[0])} to {number(bounds[-1])}"
     )
-    if adaptive is not None:
-        follows = f"follows the {adaptive['quantile']:.0%} quantile of all, {number(bounds[0])} at first"
-        return f"each record's gradient clipped to a norm that {follows}"
     if len(groups) == 1:
         return f"each record's gradient {rule} {norms}"
     return f"each record's gradient {rule} {norms} in each of {count(len(groups), 'group')} of parameters"

@@ -31,7 +31,7 @@ from psgrad.reports.figures import (
 )
 from psgrad.reports.privacy import compact, epsilon, sampling_words
 from psgrad.reports.words import count, number, percent
-from psgrad.run.results import DPPlanResult, DPStepResult
+from psgrad.run.results.privacy import DPPlanResult, DPStepResult
 
 STEPS_AXIS = "steps"
 # Dark to light for the multipliers around the configured one: an order that greys and every kind of colour

@@ -24,6 +24,7 @@ from psgrad.wording import first_line
 
 FINDINGS = "findings.jsonl"
 CHECK = "check.json"
+ISSUES, ISSUE_SUMMARY = "issues.parquet", "issue_summary.parquet"
 
 
 def read_columns(folder: Path, needed: Sequence[str], welcome: Iterable[str] = ()) -> pd.DataFrame:
@@ -123,6 +124,7 @@ def load_run(folder: Path) -> AnalyzeResult:
         read_check(folder),
         {int(number): text for number, text in _json(folder / "inputs" / "vocabulary.json", {}).items()},
         frozenset(_json(folder / "inputs" / "special_tokens.json", [])),
+        *(_table(path) if (path := folder / name).exists() else None for name in (ISSUES, ISSUE_SUMMARY)),
     )
 
 

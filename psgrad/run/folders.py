@@ -43,6 +43,8 @@ OWN_ENTRIES = (
         "measures",
         "measures.json",
         "findings.jsonl",
+        "issues.parquet",
+        "issue_summary.parquet",
         "check.json",
         "inputs",
     ),

@@ -65,11 +65,6 @@ class ModelIdentity:
         """The hash of all that is no tensor."""
         return digest(self.modules)
 
-    @property
-    def names(self) -> dict[str, dict[str, str]]:
-        """The hash of each part, by its name; which of them changed is said by these."""
-        return {"tensors": dict(self.tensors), "modules": dict(self.modules)}
-
 
 # -- code ----------------------------------------------------------------------------------------------------
 
@@ -308,9 +303,3 @@ def require_same(
 
 def _shortened(value: Any) -> str:
     return shorten_middle(json.dumps(value), _LONG)
-
-
-def names_that_differ(then: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Which hashes of a model's parts differ, in words: '2 of 6: 0.weight, 0.bias'."""
-    names = [name or "the model itself" for name in {**then, **now} if then.get(name) != now.get(name)]
-    return f"{len(names)} of {len({**then, **now})}: {first_of(names, 4)}"

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from psgrad.errors import LedgerError, one_line
+from psgrad.errors import LedgerError
 from psgrad.run import durable_files
 from psgrad.run.ledger_lines import (
     FORMAT,
@@ -151,11 +151,9 @@ class Ledger(LedgerLines):
             require_mark(content, mark)
             if seen is not None and seen.digests != content.digests:
                 raise LedgerError(
-                    f"the ledger {path} changed while this run was getting ready",
-                    hint=(
-                        "another process went on with the run and has ended since; resume again: it"
-                        " goes on from there"
-                    ),
+                    f"the ledger {path} changed while this run was getting ready: another process went on"
+                    " with it",
+                    hint="resume again",
                 )
             ledger._write(RESUME, _without_own_keys(note), content)
         except BaseException:
@@ -263,7 +261,7 @@ class Ledger(LedgerLines):
             durable_files.write_all(self._descriptor, opening + line)
             durable_files.sync(self._descriptor)
         except OSError as error:
-            raise _unwritten(self.path, error, len(opening + line)) from error
+            raise _unwritten(self.path, error) from error
         self._sound = True
         self.lines.append(json.loads(text))
         self.digests.append(hashlib.sha256(line).hexdigest())
@@ -274,11 +272,8 @@ class Ledger(LedgerLines):
         if self._sound:
             return
         raise LedgerError(
-            f"the ledger {self.path} can't be written any more",
-            hint=(
-                "it was closed, or an earlier line could not be written, and what of it is on the disk"
-                " is not known; end this run, and go on with --resume"
-            ),
+            f"the ledger {self.path} can't be written any more: it was closed, or an earlier write failed",
+            hint="end this run, and go on with --resume",
         )
 
     def _require_as_left(self, longer: bool = False) -> None:
@@ -293,12 +288,9 @@ class Ledger(LedgerLines):
         size = max(ours.st_size, self._size) if longer else self._size
         if (ours.st_dev, ours.st_ino, ours.st_size) != (there.st_dev, there.st_ino, size):
             raise LedgerError(
-                f"the ledger {self.path} was changed or replaced while the run was writing to it; expected"
-                f" the {self._size:,} bytes that this run left there",
-                hint=(
-                    "another program wrote to it, moved it or restored a copy; nothing was released for"
-                    " this step; put the ledger back as it was, and go on with --resume"
-                ),
+                f"the ledger {self.path} was changed or replaced while the run was writing to it; nothing was"
+                " released for this step",
+                hint="put the ledger back as it was, and go on with --resume",
             )
 
 
@@ -321,8 +313,7 @@ def _open(path: Path, flags: int, alone: bool) -> int:
         if not isinstance(error, BlockingIOError):
             raise unreadable(path, error) from error
         raise LedgerError(
-            f"another process is writing to the ledger {path}; expected one process at a time: two would"
-            " spend the same budget twice",
+            f"another process is writing to the ledger {path}",
             hint="wait until that run has ended, or choose another --output",
         ) from None
     return descriptor
@@ -335,20 +326,10 @@ def _without_own_keys(content: Mapping[str, Any]) -> dict[str, Any]:
     return dict(content)
 
 
-def _unwritten(path: Path, error: OSError, wanted: int) -> LedgerError:
+def _unwritten(path: Path, error: OSError) -> LedgerError:
     full = error.errno in durable_files.NO_SPACE
+    why = "the disk is full or over quota" if full else error.strerror or error
     return LedgerError(
-        one_line(
-            f"the disk is full or over quota: the ledger {path} can't be written ({error.strerror})"
-            if full
-            else f"the ledger {path} can't be written: {error.strerror or error}",
-            f"expected {wanted:,} free bytes for one line" if full else None,
-        ),
-        hint=(
-            one_line(
-                "what the line pays for was not released: a step is written down before it is shown",
-                ("free some space" if full else "check the folder and its disk")
-                + ", and go on with --resume",
-            )
-        ),
+        f"the ledger {path} can't be written: {why}; what the line pays for was not released",
+        hint=("free some space" if full else "check the folder and its disk") + ", and go on with --resume",
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from psgrad.errors import LedgerError, one_line
+from psgrad.errors import LedgerError
 from psgrad.run.identity import require_same
 
 FORMAT = 1
@@ -155,10 +155,7 @@ def require_begun(content: LedgerContent) -> None:
     if not content.lines:
         raise LedgerError(
             f"the ledger {content.path} has no header",
-            hint=(
-                "the run was killed before its first step; nothing was spent or released; begin the run"
-                " again with --overwrite, without --resume"
-            ),
+            hint="nothing was spent; begin the run again with --overwrite, without --resume",
         )
 
 
@@ -167,27 +164,16 @@ def require_mark(content: LedgerContent, mark: Mapping[str, Any] | None) -> None
         return
     position, digest = mark["ledger_position"], mark["ledger_sha256"]
     if position > content.position:
-        actual = (
-            f"the checkpoint was made when the ledger {content.path} had {position:,} lines, and it has"
-            f" {content.position:,}"
-        )
+        found = f"the checkpoint was made when the ledger {content.path} had {position:,} lines, and it has"
+        found += f" {content.position:,}"
     elif content.digests[position - 1] != digest:
-        actual = (
-            f"line {position:,} of the ledger {content.path} is not the one that the checkpoint was made"
-            " after"
-        )
+        found = f"line {position:,} of the ledger {content.path} is not the one that the checkpoint was made"
+        found += " after"
     else:
         return
     raise LedgerError(
-        one_line(
-            actual,
-            "expected "
-            + ("the ledger that paid for the checkpoint: with another one the epsilon would be too small"),
-        ),
-        hint=(
-            "the ledger or the checkpoint was replaced by a copy, or edited; put back the ledger that"
-            " belongs to the checkpoint"
-        ),
+        f"{found}: the epsilon would be too small",
+        hint="put back the ledger that belongs to the checkpoint",
     )
 
 
@@ -204,27 +190,20 @@ def require_same_run(
         expected,
         f"{what} is that of another run",
         show=show,
-        hint=(
-            "go on with what the run began with, as what was spent on one can't be carried over to another;"
-            " or begin a run of its own with another --output"
-        ),
+        hint="go on with what the run began with, or begin a run of its own with another --output",
     )
 
 
 def unreadable(path: Path, error: OSError) -> LedgerError:
     return LedgerError(
-        f"the ledger {path} can't be opened: {error.strerror or error}; expected the ledger of a private"
-        " run, or a budget, on a file system that can lock files",
-        hint="check the path and its permissions",
+        f"the ledger {path} can't be opened: {error.strerror or error}",
+        hint="check the path and its permissions; it must lie on a file system that can lock files",
     )
 
 
 def _damaged(path: Path, number: int, what: str) -> LedgerError:
     return LedgerError(
-        f"the ledger {path} is damaged: line {number:,} {what}; expected lines as psgrad wrote them, each"
-        " with the SHA-256 of the one before it",
-        hint=(
-            "the file was edited, or lines were lost; an epsilon computed from the rest would be too"
-            " small; put back the whole ledger; a run whose ledger is lost has no privacy guarantee"
-        ),
+        f"the ledger {path} is damaged: line {number:,} {what}; an epsilon computed from the rest would be"
+        " too small",
+        hint="put back the whole ledger; a run whose ledger is lost has no privacy guarantee",
     )

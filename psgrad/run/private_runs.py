@@ -62,13 +62,8 @@ class PrivateRunFolder(RunFolder):
             )
         if ledger_lost(path):
             raise LedgerError(
-                f"the ledger {path / LEDGER} is gone, and {path / CHECKPOINT} is that of a run that had"
-                " one; expected the ledger that paid for the checkpoint: without it, what was spent is"
-                " unknown",
-                hint=(
-                    "the file was removed or emptied; put the whole ledger back; a run whose ledger is"
-                    " lost has no privacy guarantee"
-                ),
+                f"the ledger {path / LEDGER} is gone, and {path / CHECKPOINT} is that of a run that had one",
+                hint="put the whole ledger back; a run whose ledger is lost has no privacy guarantee",
             )
         if not has_begun(path / LEDGER):
             command = manifest.get("command", "dp-step")
@@ -130,12 +125,9 @@ class PrivateRunFolder(RunFolder):
                 raise ValueError("it is no JSON object")
         except (OSError, ValueError) as error:
             raise OutputError(
-                f"{path} can't be read: {getattr(error, 'strerror', None) or error}; expected what the run"
-                " wrote down of the data, by which they are known again",
-                hint=(
-                    "the private folder was removed or cleaned, or the file was changed; put the file"
-                    " back, or begin a run of its own with another --output"
-                ),
+                f"{path} can't be read: {getattr(error, 'strerror', None) or error}; it has the hashes of the"
+                " data, by which they are known again",
+                hint="put the file back, or begin a run of its own with another --output",
             ) from error
         return content
 

@@ -8,11 +8,8 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
-from psgrad.reports.comparison import render_page
-from psgrad.run.results.findings import CHANGE_COLUMNS, Comparison
 from tests.browser.conftest import Open, Opened
 from tests.browser.results import SCRIPTS
 from tests.reports import frames
@@ -284,21 +281,3 @@ def test_regression_text_and_a_bare_run_open_too(open_page: Open) -> None:
         page = open_page(result, width=400)
         assert page.complaints == []
         assert page.ask("document.scrollingElement.scrollWidth <= innerWidth"), page.ask(OUTSIDE)
-
-
-@pytest.mark.parametrize("width", [500, 1920])
-def test_comparison_fits_the_window_whatever_a_warning_holds(
-    open_page: Open, tmp_path: Path, width: int
-) -> None:
-    columns = pd.DataFrame({"score_a": [1.0, 2.0], "score_b": [1.0, 3.0]})
-    counts = dict.fromkeys(
-        ("samples_a", "samples_b", "common", "came", "went", "rose", "fell", "entered", "left"), 2
-    )
-    empty = pd.DataFrame(columns=list(CHANGE_COLUMNS)), pd.DataFrame(columns=["group"])
-    warning = f"checkpoint: '{'0123456789abcdef' * 8}' and '{'fedcba9876543210' * 8}'"
-    (tmp_path / "diff.html").write_text(
-        render_page(Comparison("a", "b", "grad_norm", "upper", counts, 1.0, *empty, columns, (warning,)))
-    )
-    page = open_page(tmp_path / "diff.html", width=width)
-    assert page.complaints == []
-    assert page.ask("document.scrollingElement.scrollWidth <= innerWidth"), page.ask(OUTSIDE)

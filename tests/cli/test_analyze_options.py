@@ -86,14 +86,8 @@ def test_limit_is_a_number_or_a_fraction(workplace: Workplace) -> None:
 
 
 @pytest.mark.long
-def test_quiet_says_nothing_and_verbose_says_more(workplace: Workplace) -> None:
+def test_quiet_says_nothing_but_errors(workplace: Workplace) -> None:
     assert workplace.succeeded("--no-report", "-q").err == ""
-    err = workplace.succeeded("--no-report", "-v", "--overwrite").err
-    assert "timings: load" in err
-    assert "engine: device" in err
-    assert "not replayed fewer than" in err
-    assert "None" not in err
-    assert workplace.analyze("-q", "-v").code == 2
     assert "error: " in workplace.analyze("-q", "--set", "engine.verify=-1").err
 
 

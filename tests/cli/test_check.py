@@ -237,10 +237,10 @@ def test_two_runs_are_compared(workplace: Workplace) -> None:
         json.loads(workplace.command("diff", "run", "later", "--format", "json").out)["counts"]["common"]
         == 10
     )
-    drawn = workplace.command("diff", "run", "later", "--output", "diff.svg")
+    drawn = workplace.command("diff", "run", "later", "--output", "diff.md", "--format", "markdown")
     assert (drawn.code, drawn.out) == (0, "")
     assert "rank correlation (Spearman) 1" in drawn.err
-    assert b"<svg" in (workplace.folder / "diff.svg").read_bytes()
+    assert (workplace.folder / "diff.md").read_text().startswith("### psgrad diff")
     workplace.command("diff", "run", "nowhere").refused(3, "nowhere holds no run of psgrad")
 
 
@@ -250,11 +250,11 @@ def test_check_and_diff_do_without_torch(workplace: Workplace) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from psgrad.reports.ci import FORMATS, render_check\n"
-        "from psgrad.reports.comparison import render_page\n"
+        "from psgrad.reports.comparison import render_comparison\n"
         "from psgrad.commands.check import check, save_baseline\n"
         "from psgrad.commands.diff import diff\n"
         "result = check(Path('run')); [render_check(result, each) for each in FORMATS]\n"
-        "save_baseline(Path('run')); render_page(diff(Path('run'), Path('run')))\n"
+        "save_baseline(Path('run')); render_comparison(diff(Path('run'), Path('run')), 'terminal')\n"
         "print(sorted({'torch', 'sklearn', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

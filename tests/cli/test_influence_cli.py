@@ -14,8 +14,8 @@ import pandas as pd
 import pytest
 
 from psgrad.cli import main
-from psgrad.run.results import IndexResult, Progress
-from psgrad.run.results.influence import EVALUATION_COLUMNS, EvaluationResult
+from psgrad.run.results import Progress
+from psgrad.run.results.influence import EVALUATION_COLUMNS, EvaluationResult, IndexResult
 from tests.cli.conftest import stand_in
 from tests.reports.influence_runs import UNIT, result
 

@@ -201,7 +201,7 @@ def adapter_folder(place: Workplace, base: str | None, kind: str = "CAUSAL_LM") 
 def test_init_from_an_adapter_names_its_base(workplace: Workplace) -> None:
     adapter_folder(workplace, str(model_folder(workplace, "LlamaForCausalLM")))
     config, outcome = written(workplace, "--from", "adapter")
-    assert (config["model"]["pretrained"], config["model"]["adapter"]) == ("pretrained", ["adapter"])
+    assert (config["model"]["pretrained"], config["model"]["adapter"]) == ("pretrained", "adapter")
     assert config["data"]["text"] == "text"
     assert "no --data was given: the names of file and columns are examples" in outcome.err
 

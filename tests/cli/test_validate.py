@@ -52,7 +52,7 @@ def test_validate_json_is_one_object(workplace: Workplace) -> None:
     found = json.loads(outcome.out)
     assert (found["schema_version"], found["valid"]) == (1, False)
     assert [problem["exit_code"] for problem in found["problems"]] == [2, 2]
-    assert "chunk_size" in found["problems"][1]["arrived"]
+    assert "chunk_size" in found["problems"][1]["message"]
 
 
 def test_validate_lists_all_mistakes_of_the_config_at_once(workplace: Workplace) -> None:
@@ -85,7 +85,7 @@ def test_validate_says_what_analyze_says_in_the_same_words(workplace: Workplace)
         ({"analyze": {"checkpoints": ["gone.safetensors"]}}, "there is no checkpoint gone.safetensors"),
         ({"analyze": {"outliers": {"reference": "gone.json"}}}, "there is no baseline gone.json"),
         ({"analyze": {"outliers": {"reference": "gone"}}}, "gone holds no run of psgrad"),
-        ({"analyze": {"outliers": {"reference": {"data": {"path": "gone.npz"}}}}}, "no dataset gone.npz"),
+        ({"analyze": {"outliers": {"reference": {"data": {"path": "gone.npz"}}}}}, "a run of their own"),
         ({"gate": {"ignore": "gone.yaml"}}, "there is no ignore list gone.yaml"),
         ({"influence": {"method": {"name": "trak", "dimensions": 3}}}, "did you mean dimension?"),
         ({"influence": {"queries": {"path": "gone.npz"}}}, "there is no dataset gone.npz"),
@@ -122,7 +122,8 @@ def test_validate_says_that_a_gate_can_not_be_decided(workplace: Workplace) -> N
     np.savez(workplace.folder / "trusted.npz", **rows)
     workplace.save(**{name: np.concatenate([value] * 2) for name, value in rows.items() if name != "uid"})
     workplace.save(uid=np.arange(1000))
-    workplace.config["analyze"] = {"outliers": {"reference": {"data": {"path": "trusted.npz"}}}}
+    workplace.measured_apart("trusted.npz")
+    workplace.config["analyze"] = {"outliers": {"reference": "trusted"}}
     # With 500 trusted samples p is at least 1 / 501; .1 * k / 1000 reaches that from k = 20 on.
     assert f"{words}0 outliers, and 2 may be; but fewer than 20 outliers" in validated(workplace).err
     workplace.config["gate"] = {"max_outliers": 19}

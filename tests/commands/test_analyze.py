@@ -32,7 +32,6 @@ ROOT = Path(__file__).parents[2]
 FILES = {
     *(
         "manifest.json",
-        "identity.json",
         "samples.parquet",
         "samples.csv",
         "parameters.parquet",

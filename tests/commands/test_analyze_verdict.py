@@ -1,7 +1,8 @@
-"""`psgrad analyze` with trusted samples: a dataset, another run, or a baseline."""
+"""`psgrad analyze` with trusted samples: another run, or a baseline."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,8 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from safetensors.torch import save_file
 
-from psgrad.commands import analyze
-from psgrad.config import load_config
 from tests.oracles import one_sample_gradients
 from tests.workplace import CLASSES, FEATURES, Workplace
 
@@ -32,7 +30,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def judged(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
-    """A workplace with trusted samples in trusted.npz, which draws no plots."""
+    """A workplace with a run on trusted samples in trusted/, which draws no plots."""
     monkeypatch.setattr("psgrad.reports.analyze_page.write_report", lambda result, write: None)
     random = np.random.default_rng(7)
     np.savez(
@@ -41,7 +39,8 @@ def judged(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
         y=random.integers(0, CLASSES, TRUSTED),
         uid=np.array([f"known-{row:02d}" for row in range(TRUSTED)]),
     )
-    workplace.config["analyze"] = {"outliers": {"reference": {"data": {"path": "trusted.npz"}}, "fdr": 0.5}}
+    workplace.measured_apart("trusted.npz")
+    use_reference(workplace, "trusted")
     return workplace
 
 
@@ -56,48 +55,39 @@ def use_reference(place: Workplace, reference: object, **outliers: object) -> No
     place.config["analyze"] = {"outliers": {"reference": reference, "fdr": 0.5, **outliers}}
 
 
-def test_a_trusted_dataset_is_measured_in_the_same_command(judged: Workplace) -> None:
+def test_a_reference_gives_each_sample_its_p_value(judged: Workplace) -> None:
     x = judged.arrays["x"].copy()
     x[3] *= 100
     judged.save(x=x)
-    outcome = judged.succeeded()
+    judged.succeeded()
     frame, facts = judged.samples(), judged.manifest()["outliers"]
     known = trusted_norms(judged)
     expected = [(1 + (known >= norm).sum()) / (TRUSTED + 1) for norm in frame["grad_norm"]]
     np.testing.assert_allclose(frame["p_value"], expected)
     assert frame["is_outlier_issue"][3]
     assert facts["reference"] == {
-        "kind": "data",
-        "source": "trusted.npz",
+        "kind": "run",
+        "source": "trusted",
         "size": TRUSTED,
         "nonfinite": 0,
         "in_both": 0,
     }
-    assert "reference-samples" in outcome.err
     assert not (judged.folder / "out" / "parts").exists()
 
 
-@pytest.mark.long
-def test_a_run_and_its_baseline_judge_as_the_dataset_did(judged: Workplace) -> None:
+def test_a_baseline_judges_as_its_run_does(judged: Workplace) -> None:
     judged.succeeded()
-    by_data = judged.samples()
-    own = dict(judged.config["data"])
-    judged.config["data"]["path"] = "trusted.npz"
-    judged.config["analyze"] = {}
-    judged.succeeded("--output", "known")
-    assert judged.command("baseline", "save", "known", "--output", "known.json").code == 0
-    judged.config["data"] = own
-    for reference in ("known", "known.json"):
-        use_reference(judged, reference)
-        judged.succeeded("--overwrite")
-        assert judged.samples()["p_value"].tolist() == by_data["p_value"].tolist()
-        assert judged.samples()["reasons"].tolist() == by_data["reasons"].tolist()
+    assert judged.command("baseline", "save", "trusted", "--output", "known.json").code == 0
+    use_reference(judged, "known.json")
+    judged.succeeded("--output", "other")
+    for column in ("p_value", "reasons"):
+        assert judged.samples()[column].tolist() == judged.samples("other")[column].tolist()
 
 
 def test_the_judged_run_itself_is_no_reference(judged: Workplace) -> None:
     judged.config["analyze"] = {}
     judged.succeeded("--output", "first")
-    use_reference(judged, {"stored": "first"})
+    use_reference(judged, "first")
     judged.succeeded()
     facts = judged.manifest()["outliers"]
     assert not facts["evaluable"]
@@ -108,19 +98,17 @@ def test_the_judged_run_itself_is_no_reference(judged: Workplace) -> None:
 @pytest.mark.parametrize(
     ("reference", "outliers", "words"),
     [
-        ({"data": {"path": "nowhere.npz"}}, {}, "nowhere.npz"),
-        ({"data": {"path": "trusted.npz", "target": "z"}}, {}, "has no column 'z'"),
         ("nowhere", {}, "holds no run of psgrad"),
         ("nowhere.json", {}, "there is no baseline"),
-        ({"data": {"path": "trusted.npz"}}, {"score": "grad_nrom"}, "did you mean grad_norm?"),
-        ({"data": {"path": "trusted.npz"}}, {"group_by": "length"}, "length counts positions"),
-        ({"data": {"path": "trusted.npz"}}, {"group_by": "source"}, "has no column 'source'"),
+        ("trusted", {"score": "grad_nrom"}, "did you mean grad_norm?"),
+        ("trusted", {"group_by": "length"}, "length counts positions"),
+        ("trusted", {"group_by": "source"}, "has no column 'source'"),
         (
-            {"data": {"path": "trusted.npz"}},
+            "trusted",
             {"detectors": [{"name": "isolation_forest"}, {"name": "isolation_forest"}]},
             "the detector isolation_forest is listed twice",
         ),
-        ({"data": {"path": "trusted.npz"}, "stored": "known"}, {}, "give exactly one of stored"),
+        ({"data": {"path": "trusted.npz"}}, {}, "a run of their own"),
     ],
 )
 def test_mistakes_are_reported_before_anything_runs(
@@ -133,17 +121,6 @@ def test_mistakes_are_reported_before_anything_runs(
     assert not (judged.folder / "out").exists()
 
 
-def test_keys_of_trusted_data_that_are_left_out_are_those_of_the_data(judged: Workplace) -> None:
-    judged.config["data"]["class_names"] = ["a", "b", "c"]
-    (judged.folder / "config.yaml").write_text(yaml.safe_dump(judged.config))
-    config = load_config(judged.folder / "config.yaml")
-    reference = config.analyze.outliers.reference
-    assert reference is not None
-    assert reference.data == config.data.model_copy(update={"path": Path("trusted.npz")})
-    again = type(config).model_validate(config.model_dump(mode="json"))
-    assert again.analyze == config.analyze, "a config that is written out loads again"
-
-
 def test_groups_may_be_a_column_of_the_dataset(judged: Workplace) -> None:
     random = np.random.default_rng(3)
     for name, rows in (("data", 24), ("trusted", TRUSTED)):
@@ -153,7 +130,14 @@ def test_groups_may_be_a_column_of_the_dataset(judged: Workplace) -> None:
             judged.folder / f"{name}.csv", index=False
         )
     judged.config["data"] = {"path": "data.csv", "inputs": list("abcd"), "target": "y", "id": "uid"}
-    use_reference(judged, {"data": {"path": "trusted.csv"}}, group_by="source", min_group=5)
+    use_reference(judged, "trusted", group_by="source", min_group=5)
+    judged.succeeded(
+        "--set=data.path=trusted.csv",
+        "--set=analyze.outliers.reference=null",
+        "--overwrite",
+        "--output",
+        "trusted",
+    )
     judged.succeeded()
     frame, known = judged.samples(), pd.read_csv(judged.folder / "trusted.csv")
     assert (
@@ -185,28 +169,9 @@ def test_lengths_count_the_positions_that_count(judged: Workplace) -> None:
 
 
 def test_a_loss_of_tokens_on_one_class_per_row_is_refused(judged: Workplace) -> None:
+    judged.config["analyze"] = {}
     judged.config["loss"] = "token_cross_entropy"
     judged.refused(3, "the target [] of one sample don't go together in token_cross_entropy")
-
-
-@pytest.mark.long
-def test_a_killed_run_goes_on_with_the_same_reference_alone(
-    judged: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judged.succeeded("--output", "whole")
-    real = analyze.OutlierRule.judge
-    monkeypatch.setattr(analyze.OutlierRule, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert judged.analyze().code == 130
-    monkeypatch.setattr(analyze.OutlierRule, "judge", real)
-    assert (judged.folder / "out" / "parts" / "reference-samples").is_dir()
-    judged.succeeded("--resume")
-    pd.testing.assert_frame_equal(judged.samples(), judged.samples("whole"))
-    monkeypatch.setattr(analyze.OutlierRule, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    judged.analyze("--overwrite")
-    with np.load(judged.folder / "trusted.npz") as file:
-        changed = {name: file[name] for name in file.files}
-    np.savez(judged.folder / "trusted.npz", **(changed | {"x": changed["x"] + 1}))
-    judged.refused(2, "reference (its content)", options=("--resume",))
 
 
 @pytest.mark.long
@@ -234,6 +199,8 @@ def test_a_score_that_depends_on_the_other_samples_is_said_to(
         )
     judged.config["analyze"]["outliers"]["score"] = score
     judged.config["analyze"] |= {"measures": ["vog", "cosine_to_mean"], "checkpoints": checkpoints}
+    shutil.rmtree("trusted")
+    judged.measured_apart("trusted.npz")
     judged.succeeded()
     caveats = judged.manifest()["outliers"]["caveats"]
     assert (

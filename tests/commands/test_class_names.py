@@ -140,33 +140,6 @@ def test_a_stored_reference_with_the_classes_in_another_order_is_refused() -> No
     assert 'classes was ["churn", "stay", "upgrade"] and is' in said
 
 
-def test_a_trusted_file_is_numbered_as_the_data_are() -> None:
-    rows().to_csv("batch.csv", index=False)
-    trusted = rows(90, seed=1, without="churn")
-    trusted.to_csv("trusted.csv", index=False)
-    outliers = {"reference": {"data": {"path": "trusted.csv"}}, "score": "loss", "fdr": 0.2}
-    section = config("batch.csv", data={"class_names": list(NAMES)}, analyze={"outliers": outliers})
-    found = analyze(section)
-    known = losses(trusted)
-    expected = [(1 + (known >= each).sum()) / (len(known) + 1) for each in losses(rows())]
-    np.testing.assert_allclose(found.samples["p_value"], expected, atol=1.1 / (len(known) + 1))
-
-
-def test_an_unknown_label_in_a_trusted_file_is_said_to_be_of_the_reference() -> None:
-    rows().to_csv("batch.csv", index=False)
-    rows().replace("churn", "gone").to_csv("trusted.csv", index=False)
-    outliers = {"reference": {"data": {"path": "trusted.csv"}}}
-    said = refused(DataError, config("batch.csv", analyze={"outliers": outliers}))
-    assert said.startswith("the reference: the label 'gone' in row 2, 20 of 60 rows")
-
-
-def test_a_trusted_file_with_class_names_of_its_own_is_refused() -> None:
-    rows().to_csv("batch.csv", index=False)
-    trusted = {"path": "batch.csv", "class_names": sorted(NAMES, reverse=True)}
-    section = config("batch.csv", analyze={"outliers": {"reference": {"data": trusted}}})
-    assert "class_names" in refused(ConfigError, section)
-
-
 def test_queries_of_another_file_are_numbered_as_the_training_data_are() -> None:
     rows().to_csv("train.csv", index=False)
     queries = rows(8, seed=3, without="churn")

@@ -86,10 +86,10 @@ def test_influence_and_dp_step_and_plan_of_objects(workplace: Workplace) -> None
     assert found.queries["measurement"].to_numpy() == pytest.approx(losses.numpy(), rel=1e-5)
     assert psgrad.plan(**objects).rows == ROWS
     privacy = {
-        "epochs": 1,
-        "batch_size": 12,
+        "steps": 2,
+        "expected_batch_size": 12,
         "delta": 0.01,
-        "sampling": {"scheme": "poisson", "dataset_size": ROWS},
+        "sampling": {"scheme": "poisson", "sample_rate": 12 / ROWS},
         "clipping": {"norm": 1.0},
         "noise": {"multiplier": 2.0},
         "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
@@ -133,14 +133,5 @@ def test_run_of_objects_is_judged_again_but_not_run_again(workplace: Workplace) 
         psgrad.analyze(again)
 
 
-def test_results_are_short_as_text_and_tables_in_notebooks(workplace: Workplace) -> None:
-    ids = np.array([f"<b>{row}" for row in range(ROWS)])
-    workplace.save(uid=ids)
-    run = psgrad.analyze(workplace.config, report=False)
-    assert len(repr(run)) < 1000
-    html = run._repr_html_()
-    assert "<caption>AnalyzeResult</caption>" in html
-    assert "grad_norm" in html or "fingerprint" in html
-    assert "<b>" not in html
-    assert "&lt;b&gt;0" in html
-    assert len(html) < 20_000
+def test_results_are_short_as_text(workplace: Workplace) -> None:
+    assert len(repr(psgrad.analyze(workplace.config, report=False))) < 1000

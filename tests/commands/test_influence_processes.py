@@ -55,7 +55,7 @@ def assert_same_scores(one: Path, other: Path) -> None:
 def test_two_processes_rank_as_one(place: InfluenceWorkplace) -> None:
     place.config["influence"] |= {"method": {"name": "ekfac", "damping": 0.1}, "queries": {"worst": 3}}
     write(place)
-    options = ["influence", "config.yaml", "--no-report", "--matrix", "-v", "--output"]
+    options = ["influence", "config.yaml", "--no-report", "--matrix", "--output"]
     ended = run_ranks(place.folder, 2, *options, "two")
     assert [rank.code for rank in ended] == [0, 0], ended
     assert [rank.out.count("two\n") for rank in ended] == [1, 0]  # one process alone prints
@@ -68,8 +68,6 @@ def test_two_processes_rank_as_one(place: InfluenceWorkplace) -> None:
     assert [each["rank"] for each in ranks["each"]] == [0, 1]
     assert all(each["seconds"] > 0 for each in ranks["each"])
     assert 0 < ranks["balance"] <= 1
-    lines = [line.split()[:3] for line in ended[0].err.splitlines() if line.startswith("rank ")]
-    assert lines == [["rank", "0", "on"], ["rank", "1", "on"]]
     assert "ranks" not in place.manifest("one")
 
 
@@ -80,16 +78,13 @@ def test_index_by_processes_answers_as_that_of_one(place: InfluenceWorkplace, co
     for name, processes in (("one", 1), ("several", count)):
         with_index(place, f"index-{name}")
         write(place)
-        said = run("influence", "index", "config.yaml", "-v", "--processes", str(processes)).stderr
+        run("influence", "index", "config.yaml", "--processes", str(processes))
         run("influence", "config.yaml", "--no-report", "--output", name, "--processes", str(processes))
     ranks = json.loads((place.folder / "index-several/logs/ranks.json").read_text())
     assert (ranks["processes"], ranks["backend"]) == (count, "gloo")
     assert sum(each["rows"] for each in ranks["each"]) == ROWS
     assert all(each["host"] and each["seconds"] > 0 for each in ranks["each"])
     assert 0 < ranks["balance"] <= 1
-    assert [line.split()[:2] for line in said.splitlines() if line.startswith("rank ")] == [
-        ["rank", str(rank)] for rank in range(count)
-    ]
     folders = [place.folder / f"index-{name}" for name in ("one", "several")]
     shards = sorted(path.relative_to(folders[0]) for path in folders[0].rglob("gradients*"))
     assert len(shards) > count

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import dp_accounting as dpa
+import numpy as np
 import pytest
 import yaml
 from dp_accounting import pld
@@ -23,7 +24,7 @@ from psgrad.config import load_config
 from psgrad.engine.privacy.accounting.budgets import accounts_of, composed
 from psgrad.engine.privacy.generators import Generator
 from psgrad.errors import LedgerError
-from psgrad.run import Ledger
+from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun
 from tests.crashes import Go, Tell, kill_and_resume, points_of
 from tests.private_workplace import PrivateWorkplace, leave_out_slow_parts
@@ -163,19 +164,15 @@ def composed_by_library(multipliers: list[float]) -> float:
         ({"relation": "zero_out"}, "relation was add_or_remove_one and is zero_out"),
         ({"budget": {**BUDGET, "epsilon": 200.0}}, "epsilon was 100.0 and is 200.0"),
         ({"budget": {**BUDGET, "delta": 0.02}}, "delta was 0.01 and is 0.02"),
-        (
-            {"augmentation": {"function": "model.py:same", "copies": 2}},
-            "unit was one row and is one row, with",
-        ),
+        ({"unit": {"column": "user"}, "expected_batch_size": 3}, "unit was one row and is all rows with one"),
     ],
 )
 def test_budget_refuses_what_does_not_compose(
     private: PrivateWorkplace, change: dict[str, Any], words: str
 ) -> None:
     private.succeeded()
-    if "augmentation" in change:
-        with (private.folder / "model.py").open("a") as file:
-            file.write("\ndef same(x):\n    return x\n")
+    if "unit" in change:
+        private.workplace.save(user=np.arange(24) // 4)
     private.privacy.update(change)
     private.config["output"] = "second"
     private.refused(2, "is not one of this run", words)

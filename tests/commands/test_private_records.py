@@ -61,36 +61,14 @@ def require_step(private: PrivateWorkplace, records: list[dict[str, Tensor]]) ->
         )
 
 
-def test_rows_of_a_user_are_added_and_the_first_ones_count(private: PrivateWorkplace) -> None:
-    private.privacy.update(unit={"column": "user", "combine": "sum", "max_rows": 4}, expected_batch_size=3)
+def test_rows_of_a_user_are_averaged_and_the_first_ones_count(private: PrivateWorkplace) -> None:
+    private.privacy.update(unit={"column": "user", "max_rows": 4}, expected_batch_size=3)
     private.succeeded()
-    assert private.step()["unit"] == "all rows with one user, at most 4 of them, summed inside it"
+    assert private.step()["unit"] == "all rows with one user, at most 4 of them, averaged inside it"
     rows = gradients(private)
     require_step(
         private,
-        [{name: value[rows_of(user)[:4]].sum(0) for name, value in rows.items()} for user in range(3)],
-    )
-
-
-@pytest.mark.parametrize("unit", [None, {"column": "user"}])
-def test_copies_of_a_row_are_averaged_inside_its_record(
-    private: PrivateWorkplace, unit: dict[str, str] | None
-) -> None:
-    (private.folder / "augment.py").write_text(
-        "calls = 0\ndef turned(x):\n    global calls\n    calls += 1\n    return -x if calls % 2 else 2 * x\n"
-    )
-    private.privacy["augmentation"] = {"function": "augment.py:turned", "copies": 2}
-    if unit is not None:
-        private.privacy.update(unit=unit, expected_batch_size=3)
-    private.succeeded()
-    assert private.step()["unit"].endswith(", with 2 augmented copies averaged inside it")
-    one, other = gradients(private, lambda x: -x), gradients(private, lambda x: 2 * x)
-    members = (
-        [np.array([row]) for row in range(ROWS)] if unit is None else [rows_of(user) for user in range(3)]
-    )
-    require_step(
-        private,
-        [{name: torch.cat([one[name][rows], other[name][rows]]).mean(0) for name in one} for rows in members],
+        [{name: value[rows_of(user)[:4]].mean(0) for name, value in rows.items()} for user in range(3)],
     )
 
 

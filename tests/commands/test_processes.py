@@ -215,7 +215,7 @@ def place(workplace: Workplace) -> Workplace:
 @pytest.mark.timeout(600)
 def test_two_processes_equal_one(place: Workplace) -> None:
     place.config["analyze"] = {"measures": [*MEASURES, {"name": "covariance_spectrum", "exact_up_to": 0}]}
-    outcome = run(place, "--processes", "2", "--output", "two", "-v")
+    outcome = run(place, "--processes", "2", "--output", "two")
     assert outcome.returncode == 0, outcome.stderr
     assert outcome.stdout.count("two\n") == 1  # one process alone prints
     ranks = json.loads((place.folder / "two/manifest.json").read_text())["ranks"]
@@ -223,10 +223,6 @@ def test_two_processes_equal_one(place: Workplace) -> None:
     assert 0 < ranks["balance"] <= 1
     assert [each["rank"] for each in ranks["each"]] == [0, 1]
     assert sum(each["rows"] for each in ranks["each"]) == 2 * ROWS  # in two passes
-    assert [line.split()[:2] for line in outcome.stderr.splitlines() if line.startswith("rank ")] == [
-        ["rank", "0"],
-        ["rank", "1"],
-    ]
     place.succeeded("--no-report")
     assert_same_runs(place.folder / "out", place.folder / "two")
 

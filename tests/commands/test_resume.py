@@ -144,7 +144,7 @@ def test_a_run_of_another_command_is_reported(quick: Workplace) -> None:
     interrupted(quick)
     manifest = quick.folder / "out" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"command": "analyze"', '"command": "influence"'))
-    with pytest.raises(ConfigError, match="it is one of psgrad influence"):
+    with pytest.raises(ConfigError, match="is one of psgrad influence"):
         run(quick, resume=True)
 
 

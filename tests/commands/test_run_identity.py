@@ -17,7 +17,8 @@ from psgrad.commands.influence import influence
 from psgrad.commands.influence_index import influence_index
 from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.errors import ConfigError, PsgradError
-from psgrad.run.results import DPStepResult, Progress
+from psgrad.run.results import Progress
+from psgrad.run.results.privacy import DPStepResult
 from tests.identity_workplace import CHANGES, Change, IdentityWorkplace
 from tests.private_workplace import PRIVACY
 
@@ -126,7 +127,7 @@ def test_index_open_and_resume_refuse_every_change(place: IdentityWorkplace) -> 
 def test_dp_step_resume_refuses_every_change_but_weights_that_the_checkpoint_replaces(
     place: IdentityWorkplace,
 ) -> None:
-    place.config["privacy"] = {**PRIVACY, "augmentation": {"function": "augment.py:augment", "copies": 1}}
+    place.config["privacy"] = dict(PRIVACY)
     place.settle()
 
     def resume() -> DPStepResult:
@@ -141,10 +142,6 @@ def test_dp_step_resume_refuses_every_change_but_weights_that_the_checkpoint_rep
     for name in CHANGES.keys() - replaced:
         said = refusal(name, CHANGES[name], place, resume)
         assert "began with" in said or "is that of another run" in said, f"{name}: {said}"
-    place.edit("augment.py", "return inputs", "return 2 * inputs")
-    with pytest.raises(ConfigError, match=r"code of augment.py:augment differs"):
-        resume()
-    place.restore()
     assert ledger.read_bytes() == paid
     for name in replaced:
         CHANGES[name].apply(place)

@@ -1,71 +1,16 @@
-"""When, by which command and from which commit a run was made: what manifest.json and the page say."""
+"""When and by which command a run was made: what manifest.json and the page say."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
-from psgrad.commands.run_manifest import command_line, revision_of
+from psgrad.commands.run_manifest import command_line
 from tests.private_workplace import PrivateWorkplace
 from tests.workplace import Workplace
-
-
-def git(folder: Path, *words: str) -> str:
-    settings = ["-c", "user.name=n", "-c", "user.email=e", "-c", "init.defaultBranch=main"]
-    return subprocess.run(
-        ["git", *settings, *words], cwd=folder, check=True, capture_output=True, text=True
-    ).stdout.strip()
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """A repository with a commit, and a hook and a monitor that leave a mark when they run."""
-    folder = tmp_path / "repository"
-    (folder / "configs").mkdir(parents=True)
-    git(folder, "init")
-    (folder / "file").write_text("x")
-    git(folder, "add", ".")
-    git(folder, "commit", "-m", "first")
-    git(folder, "config", "core.fsmonitor", f"touch {tmp_path / 'ran'}; false")
-    return folder
-
-
-def test_the_revision_is_the_commit_that_is_checked_out_and_nothing_of_the_repository_runs(
-    repository: Path,
-) -> None:
-    expected = git(repository, "rev-parse", "HEAD")
-    (repository.parent / "ran").unlink(missing_ok=True)
-    assert revision_of(repository / "configs") == expected
-    git(repository, "pack-refs", "--all")
-    assert revision_of(repository) == expected
-    git(repository, "checkout", "--detach")
-    (repository.parent / "ran").unlink(missing_ok=True)
-    assert revision_of(repository) == expected
-    assert not (repository.parent / "ran").exists()
-
-
-def test_a_worktree_has_a_revision_of_its_own(repository: Path) -> None:
-    git(repository, "worktree", "add", "../other", "-b", "other")
-    (repository.parent / "other" / "file").write_text("y")
-    git(repository.parent / "other", "commit", "-am", "second")
-    assert revision_of(repository.parent / "other") == git(repository.parent / "other", "rev-parse", "HEAD")
-    assert (
-        revision_of(repository)
-        == git(repository, "rev-parse", "HEAD")
-        != revision_of(repository.parent / "other")
-    )
-
-
-@pytest.mark.parametrize("head", ["", "ref: refs/heads/none", "garbage", "\x00", "ref: ../../../etc/passwd"])
-def test_a_damaged_or_empty_repository_has_no_revision(tmp_path: Path, head: str) -> None:
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "HEAD").write_text(head)
-    assert revision_of(tmp_path) is None
 
 
 def test_only_psgrads_own_command_line_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +69,7 @@ def test_what_is_public_names_no_path_command_or_commit(
     for path in public:
         assert b"somebody" not in path.read_bytes(), path
         assert str(private_workplace.folder).encode() not in path.read_bytes(), path
-    assert not {"created", "command_line", "revision"} & set(json.loads(public[0].read_bytes()))
+    assert not {"created", "command_line"} & set(json.loads(public[0].read_bytes()))
 
 
 @pytest.fixture

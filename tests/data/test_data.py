@@ -704,7 +704,7 @@ def test_units_of_a_dataset_are_its_own_list_or_in_its_items(factory: Any) -> No
     with pytest.raises(
         ConfigError,
         match=(
-            r"privacy\.unit\.column: the dataset of sets\.py:pairs has no list 'users' .*; expected an"
+            r"privacy\.unit\.column: the dataset of sets\.py:pairs has no list 'users' .*; expected such an"
             r" attr"
         ),
     ):

@@ -115,7 +115,7 @@ def test_folders_that_are_no_datasets(tmp_path: Path) -> None:
     assert "can't be read as a folder of save_to_disk" in error(tmp_path, "set", DataError)
     assert "there is no folder " in error(tmp_path, "./sett")
     (tmp_path / "a.txt").write_text("x")
-    assert "name data files in data.path" in error(tmp_path, "a.txt")
+    assert "data files are data.path" in error(tmp_path, "a.txt")
     table().save_to_disk(tmp_path / "real")
     assert "data.config belongs to a hub id" in error(tmp_path, "real", config="en")
 

@@ -85,10 +85,13 @@ def test_the_fingerprint_of_several_files_of_arrays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
-        ({"x": np.zeros((2, 3)), "y": np.zeros(2)}, "'x' has mixed types: 2 values of fractions in "),
-        ({"x": np.array([["a"] * 2] * 2), "y": np.zeros(2)}, "'x' has mixed types: 2 values of fractions"),
+        (
+            {"x": np.zeros((2, 3)), "y": np.zeros(2)},
+            "'x' has mixed types: fixed_size_list<item: double>[2] in ",
+        ),
+        ({"x": np.array([["a"] * 2] * 2), "y": np.zeros(2)}, "'x' has mixed types: fixed_size_list<item: "),
         ({"x": np.zeros((2, 2)), "y": np.zeros(3)}, "have different numbers of rows: x has 2, y has 3"),
-        ({"x": np.zeros((2, 2), np.uint64), "y": np.zeros(2)}, "'x' has mixed types: 2 values of fractions"),
+        ({"x": np.zeros((2, 2), np.uint64), "y": np.zeros(2)}, "'x' has mixed types: fixed_size_list<item: "),
     ],
 )
 def test_files_of_arrays_that_do_not_go_together(tmp_path: Path, second: Any, expected: str) -> None:

@@ -76,7 +76,7 @@ def test_chat_labels_are_the_tokens_of_the_assistant(marked: bool, tmp_path: Pat
         (
             CHAT,
             "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
-            "the chat template does not tell the tokens of message 1",
+            "so that the tokens of message 1 are not known",
         ),
         ([{"role": "user"}, CHAT[1]], CHAT_TEMPLATE, "message 0 of the chat has no content"),
         ([{"role": "user", "content": None}, CHAT[1]], CHAT_TEMPLATE, "message 0 of the chat has no content"),

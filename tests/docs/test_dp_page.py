@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from psgrad.cli.app import app
 from psgrad.config import PrivacyConfig, load_config
-from psgrad.run.results import STEP_KEYS
+from psgrad.run.results.privacy import STEP_KEYS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "private-training.md"

@@ -69,8 +69,6 @@ def test_the_code_of_the_page_runs() -> None:
         )
 
     gradients, asked = loop(x, y).double(), loop(xq, yq).double()
-    diagonal = gradients.square().sum(0) + len(x) * 1e-3
-    torch.testing.assert_close(names["others"], (gradients / diagonal) @ asked.T, rtol=1e-4, atol=1e-6)
     probabilities = model(x).softmax(1).double()
     spread = torch.diag_embed(probabilities) - probabilities[:, :, None] * probabilities[:, None]
     wide = torch.cat([x, torch.ones(len(x), 1)], 1).double()

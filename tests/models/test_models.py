@@ -123,7 +123,7 @@ def test_batch_norm_without_running_statistics_is_refused_in_eval_mode_too(folde
         ("number", "the factory code.py:number returned an object of type int"),
         ("empty", "the model of code.py:empty has no parameters"),
         ("frozen", "has only frozen parameters"),
-        ("lazy", "the parameter 0.weight has no shape yet"),
+        ("lazy", "the parameter 0.weight of a lazy layer has no shape yet"),
         ("complex_", "the parameter weight is of type torch.complex64"),
         ("float8", "the parameter weight is of type torch.float8_e4m3fn; expected real floating-point"),
         ("meta", "the parameter weight is on the meta device"),

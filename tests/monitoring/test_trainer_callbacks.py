@@ -9,12 +9,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from psgrad.monitoring.transformers_callback import GradientMonitor
 from tests.monitoring.loops import Classifier, digits
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+from psgrad.monitoring.transformers_callback import GradientMonitor  # noqa: E402  # needs transformers
 
 WORDS, USED, ROWS = 64, 20, 480
 
@@ -134,7 +136,7 @@ def test_trainer_resumed_in_an_epoch_gives_no_wrong_ids(tmp_path: Path) -> None:
 
 
 def test_trainer_of_a_model_without_a_loss_warns_and_trains(tmp_path: Path) -> None:
-    class Own(transformers.Trainer):
+    class Own(transformers.Trainer):  # type: ignore[name-defined,misc]
         def compute_loss(self, model: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
             return F.cross_entropy(model(inputs["images"]), inputs["labels"])
 

@@ -17,9 +17,7 @@ from psgrad.commands.diff import diff
 from psgrad.errors import DataError
 from psgrad.quality.run_comparison import changes_of, counts_of, groups_of, matched, spearman
 from psgrad.reports.comparison import (
-    draw_comparison,
     render_comparison,
-    render_page,
     sentences,
     tables,
 )
@@ -214,26 +212,3 @@ def test_comparison_nasty_ids(style: str, tmp_path: Path) -> None:
     if style == "markdown":
         assert "<script>" not in text
         assert "](" not in text
-
-
-@pytest.mark.report
-def test_comparison_page_escapes_text(tmp_path: Path) -> None:
-    ids = [text for name, text in NASTY.items() if name not in NOT_IN_PARQUET]
-    a, b = (
-        finished(tmp_path / "a", table(len(ids), ids=ids)),
-        finished(tmp_path / "b", table(len(ids), ids=ids[::-1])),
-    )
-    page = render_page(diff(a, b, top=100))
-    assert "<script" not in page
-    assert "onerror=alert(1)>" not in page
-    assert page.count("<table ") == 2
-    assert 'alt="Score in B against A: ' in page
-    assert len(page) < 2_000_000
-
-
-@pytest.mark.long
-@pytest.mark.report
-@pytest.mark.parametrize("rows", [1, 50, 5000])
-def test_comparison_plot(tmp_path: Path, rows: int) -> None:
-    a = finished(tmp_path / "a", table(rows))
-    assert draw_comparison(diff(a, a)).png().startswith(b"\x89PNG")

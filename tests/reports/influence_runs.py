@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.run.results import ALL_INDEX, ALL_QUERIES, InfluenceResult, TopSample, ranked_pairs, shown_rows
+from psgrad.run.results import TopSample
+from psgrad.run.results.influence import ALL_INDEX, ALL_QUERIES, InfluenceResult, ranked_pairs, shown_rows
 from psgrad.run.results.manifest import read_manifest
 from tests.reports import frames
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.run.results import STEP_COLUMNS, DPPlanResult, DPStepResult, NoisePlan
+from psgrad.run.results.privacy import STEP_COLUMNS, DPPlanResult, DPStepResult, NoisePlan
 
 
 def step(**changes: Any) -> dict[str, Any]:
@@ -37,9 +37,7 @@ def step(**changes: Any) -> dict[str, Any]:
         "generator": "AES-256-CTR, keyed by the operating system",
         "insecure_deterministic": False,
         "clipping": {"groups": [{"name": "all", "parameters": ["a", "b"], "bound": 2.0}], "rule": "clip"},
-        "adaptive": None,
         "sampling": {"scheme": "poisson", "sample_rate": 0.0712},
-        "schedule": {"kind": "constant"},
         "optimizer": {"name": "SGD", "kwargs": {"lr": 0.5}},
         "trainable": {"parameters": 490, "tensors": 2, "of_parameters": 30000},
         "target_epsilon": None,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from psgrad.reports.audit import PRIVATE_WARNING, audit_content, write_audit
-from psgrad.run.results import DPAuditResult, NeighbourPair, NoiseAudit
+from psgrad.run.results.privacy import DPAuditResult, NeighbourPair, NoiseAudit
 
 RESULT = DPAuditResult(
     epsilon=0.83,

@@ -18,13 +18,13 @@ from psgrad.reports.influence_page import fit_facts, render_influence, write_inf
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.influence_terminal import summary, write_influence
 from psgrad.reports.influence_words import examples, signed
-from psgrad.run.results import (
+from psgrad.run.results import TopSample
+from psgrad.run.results.influence import (
     ALL_INDEX,
     SIGN,
     CheckedRemoval,
     InfluenceResult,
     RemovalCheck,
-    TopSample,
     pairs_of,
     shown_queries,
 )

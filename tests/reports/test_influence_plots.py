@@ -18,7 +18,7 @@ from psgrad.reports.influence_plots import (
     score_distributions,
     self_influence_against_loss,
 )
-from psgrad.run.results import SIGN, carriers, shown_queries
+from psgrad.run.results.influence import SIGN, carriers, shown_queries
 from tests.reports.influence_runs import UNIT, result
 
 

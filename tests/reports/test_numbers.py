@@ -19,7 +19,8 @@ from psgrad.reports.influence_words import examples, self_influences, signed
 from psgrad.reports.tables import Table
 from psgrad.reports.terminal import print_table
 from psgrad.reports.words import identifier, number, percent, percentile
-from psgrad.run.results import AnalyzeResult, shown_queries
+from psgrad.run.results import AnalyzeResult
+from psgrad.run.results.influence import shown_queries
 from tests.reports import frames, influence_runs
 
 

@@ -141,18 +141,6 @@ def test_a_seed_is_reported_as_the_hole_that_it_is() -> None:
     ("sampling", "words"),
     [
         ({"scheme": "fixed", "batch_size": 64}, "fixed batches of 64 records, without amplification (fixed)"),
-        (
-            {
-                "scheme": "truncated_poisson",
-                "sample_rate": 0.01,
-                "max_batch_size": 140,
-                "dataset_size": 10_000,
-            },
-            (
-                "Poisson sampling, each record by itself with probability 0.01, cut off at 140 of 10,000"
-                " records (truncated_poisson)"
-            ),
-        ),
     ],
 )
 def test_other_samplers_are_reported_as_what_they_are(sampling: dict[str, object], words: str) -> None:
@@ -166,36 +154,6 @@ def test_groups_are_counted() -> None:
         told["clipping"]
         == "each record's gradient normalised to below norms 0.5 to 2.5 in each of 3 groups of parameters"
     )
-
-
-def test_an_adaptive_bound_has_the_noise_of_its_sum_and_what_is_accounted() -> None:
-    adaptive = {"quantile": 0.5, "learning_rate": 0.2, "count_noise_multiplier": 10.0}
-    told = answers(written(noise_multiplier=1.1, noise_std=2.3, sensitivity=2.0, adaptive=adaptive))
-    assert (
-        told["clipping"]
-        == "each record's gradient clipped to a norm that follows the 50% quantile of all, 2 at first"
-    )
-    assert (
-        told["noise"]
-        == "gaussian, standard deviation 2.3 on the sum = 1.15 x sensitivity 2; with the bound's count it is"
-        " accounted as 1.1"
-    )
-
-
-@pytest.mark.parametrize(
-    ("schedule", "words"),
-    [
-        (
-            {"kind": "step", "every": 50, "factor": 0.8},
-            "the multiplier changes by a factor of 0.8 every 50 steps",
-        ),
-        ({"kind": "exponential", "factor": 0.999}, "the multiplier changes by a factor of 0.999 every step"),
-        ({"kind": "list", "multipliers": [1.0, 2.0]}, "each step has a multiplier of its own"),
-    ],
-)
-def test_noise_that_changes_is_reported(schedule: dict[str, object], words: str) -> None:
-    assert answers(written(schedule=schedule))["schedule"] == words
-    assert "schedule" not in answers(written())
 
 
 def test_json_is_the_public_record_alone() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from psgrad.engine.privacy.snapshot import Snapshot
-from psgrad.run import Ledger, PrivateRunFolder
 from psgrad.run.folders import manifest_of
+from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun
+from psgrad.run.private_runs import PrivateRunFolder
 from tests.crashes import Tell
 
 PLANNED = 2

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from psgrad.errors import CheckpointError
-from psgrad.run import Ledger, durable_files
+from psgrad.run import durable_files
+from psgrad.run.ledger import Ledger
 from tests.crashes import Tell, in_a_child, kill_and_resume, points_of
 from tests.run.runs import Run, check, go
 

@@ -19,8 +19,8 @@ from psgrad.config import load_config
 from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.snapshot import Snapshot
 from psgrad.errors import ConfigError
-from psgrad.run import Ledger
 from psgrad.run.folders import manifest_of
+from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun
 from psgrad.run.results import Progress
 from tests.crashes import Go, Tell, kill_and_resume, points_of

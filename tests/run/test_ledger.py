@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psgrad.errors import ConfigError, LedgerError, OutputError
-from psgrad.run import Ledger
+from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun, parse, require_same_run
 from tests.crashes import Ended, in_a_child
 
@@ -174,7 +174,7 @@ def test_ledger_partial_write(tmp_path: Path) -> None:
         import resource, signal
         from pathlib import Path
         from psgrad.errors import OutputError
-        from psgrad.run import Ledger
+        from psgrad.run.ledger import Ledger
 
         ledger = Ledger.create(Path({str(tmp_path / "ledger.jsonl")!r}), {{"delta": 1e-5}})
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -190,7 +190,7 @@ def test_ledger_partial_write(tmp_path: Path) -> None:
     output = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
     ).stdout
-    assert "the disk is full or over quota: the ledger" in output
+    assert "the disk is full or over quota" in output
     done = int(output.split()[0])
     content = Ledger.read(tmp_path / "ledger.jsonl")
     assert content.unfinished.startswith(b'{"kind": "step"')

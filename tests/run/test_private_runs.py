@@ -15,8 +15,9 @@ import pandas as pd
 import pytest
 
 from psgrad.errors import ConfigError, OutputError, OutputExistsError
-from psgrad.run import Ledger, PrivateRunFolder, RunFolder, durable_files
-from psgrad.run.private_runs import WARNING
+from psgrad.run import RunFolder, durable_files
+from psgrad.run.ledger import Ledger
+from psgrad.run.private_runs import WARNING, PrivateRunFolder
 
 FACTS = {
     "version": 1,

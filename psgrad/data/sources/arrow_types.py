@@ -47,24 +47,6 @@ def errors_of_damage(path: Path, kind: str) -> Iterator[None]:
         ) from error
 
 
-def kind_of(kind: pa.DataType) -> str:
-    """What a column holds, in a word."""
-    if pa.types.is_fixed_size_list(kind):
-        return f"{kind.list_size} values of {kind_of(kind.value_type)}"
-    if is_list(kind):
-        return f"lists of {kind_of(kind.value_type)}"
-    words = {
-        "nothing": pa.types.is_null,
-        "true and false": pa.types.is_boolean,
-        "whole numbers": pa.types.is_integer,
-        "fractions": pa.types.is_floating,
-        "text": is_text,
-        "bytes": is_bytes,
-        "objects": pa.types.is_struct,
-    }
-    return next((word for word, holds in words.items() if holds(kind)), str(kind))
-
-
 def is_text(kind: pa.DataType) -> bool:
     """Whether a column holds text."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
@@ -121,7 +103,6 @@ def merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 def mixed_types(name: str, one: tuple[object, pa.DataType], other: tuple[object, pa.DataType]) -> DataError:
     """The error for a column that holds one thing in one place and another in another."""
     return DataError(
-        f"the column {name!r} has mixed types: {kind_of(one[1])} in {one[0]}, {kind_of(other[1])} in"
-        f" {other[0]}; expected one type in all rows",
+        f"the column {name!r} has mixed types: {one[1]} in {one[0]}, {other[1]} in {other[0]}",
         hint="convert the column to one type before it is saved",
     )

@@ -122,16 +122,12 @@ class Items:
             raise ConfigError(
                 f"the items of {self.source} are of type {type(item).__name__} and have no names for"
                 f" data.{given[0]} to select",
-                hint=(
-                    f"leave out {', '.join(given)} (the last of several values is the target), or"
-                    " return dicts"
-                ),
+                hint=f"leave out {', '.join(given)}: the last value is the target; or return dicts",
             )
         if self._unit is not None:
             raise ConfigError(
                 f"privacy.unit.column: {self.source} has no list {self._unit!r} that says whom each row"
-                f" belongs to; expected an attribute {self._unit} with one text or whole number per row,"
-                f" or items that are dicts with {self._unit!r}",
+                f" belongs to; expected such an attribute, or items that are dicts with {self._unit!r}",
             )
         values = list(item) if isinstance(item, tuple | list) else [item]
         target = [self._target(values.pop(), "target", row)] if len(values) > 1 else []
@@ -166,8 +162,8 @@ def _as_array(value: Any, name: str, row: int) -> Array | Tensor:
         except ValueError as error:  # a list of lists of unequal length
             raise DataError(f"{name!r} in row {row} is ragged; expected lists of one length") from error
     raise DataError(
-        f"{name!r} in row {row} is of type {type(value).__name__}; expected a tensor, a numpy array, a"
-        " number or a list of numbers",
+        f"{name!r} in row {row} is of type {type(value).__name__}; expected numbers, as a tensor, an array"
+        " or a list",
         hint="convert it in the dataset, for example a picture with numpy.asarray",
     )
 

@@ -5,7 +5,6 @@ returns. The library is imported where a config asks for it. No torch.
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -117,44 +116,24 @@ def library_dataset(config: DataConfig, base: Path, allow_download: bool = False
             return _of_folder(folder, config.split)
     if folder.exists() or not is_hub_id(config.dataset):
         raise ConfigError(
-            f"data.dataset: there is no folder {folder}; expected a folder as datasets' save_to_disk"
-            " writes it, or a cached hub id",
-            hint=(
-                "name data files in data.path"
-                if folder.exists()
-                else "check the path; it is relative to the config file's folder"
-            ),
+            f"data.dataset: there is no folder {folder}, as datasets' save_to_disk writes it",
+            hint="check the path, relative to the config file's folder; data files are data.path",
         )
     return _of_cache(config, allow_download)
 
 
-def _splits(folder: Path) -> list[str] | None:
-    """The splits of a folder of save_to_disk; None for one without splits. Raises ConfigError."""
-    if (folder / "dataset_dict.json").is_file():
-        return [str(name) for name in json.loads((folder / "dataset_dict.json").read_bytes())["splits"]]
-    if (folder / "state.json").is_file():
-        return None
-    raise ConfigError(
-        f"data.dataset: the folder {folder} is not one that datasets' save_to_disk writes; expected"
-        " state.json or dataset_dict.json in it",
-        hint=(
-            f"name data files in data.path, such as {folder / '*.parquet'}, or a folder of images in"
-            " data.images"
-        ),
-    )
-
-
 def _of_folder(folder: Path, split: str | None) -> Any:
-    datasets = library("datasets")
-    names = _splits(folder)
-    if names is None:
-        whole = datasets.load_from_disk(str(folder))
-        name = str(whole.split or "train")
-        return whole if split is None else _part({name: whole}, split, folder)
-    if split is None and len(names) > 1:
-        raise _no_split(folder, names)
-    parts = {name: datasets.load_from_disk(str(folder / name)) for name in names}
-    return parts[names[0]] if split is None else _part(parts, split, folder)
+    """The rows of a folder of save_to_disk. Raises ConfigError for another folder, and for no such split."""
+    if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        raise ConfigError(
+            f"data.dataset: the folder {folder} is not one that datasets' save_to_disk writes",
+            hint=f"name data files in data.path, such as {folder / '*.parquet'}, or images in data.images",
+        )
+    found = library("datasets").load_from_disk(str(folder))
+    parts = found if isinstance(found, Mapping) else {str(found.split or "train"): found}
+    if split is None and len(parts) > 1:
+        raise _no_split(folder, list(parts))
+    return next(iter(parts.values())) if split is None else _part(parts, split, folder)
 
 
 def _part(parts: Mapping[str, Any], split: str, where: object) -> Any:
@@ -174,35 +153,20 @@ def _part(parts: Mapping[str, Any], split: str, where: object) -> Any:
 
 
 def _of_cache(config: DataConfig, allow_download: bool) -> Any:
+    """The split of a hub id that the config names, or the only one. Raises ConfigError and DataError."""
     named = f"{config.dataset}" + ("" if config.config is None else f", config {config.config}")
     try:
-        return _loaded(str(config.dataset), config, allow_download)
-    except _Unloadable as error:
-        if allow_download:
-            raise DataError(f"data.dataset: {named} can't be loaded: {error}") from error
-        raise ConfigError(
-            f"data.dataset: {named} is not in the local cache of datasets, or not whole: {error}; expected"
-            " a cached dataset, or a folder of save_to_disk",
-            hint=(
-                "set allow_download: true to download it, or load it once with"
-                f" datasets.load_dataset({config.dataset!r})"
-            ),
-        ) from error
-
-
-class _Unloadable(Exception):
-    """The first line of the library's error for a dataset that it can't load."""
-
-
-def _loaded(name: str, config: DataConfig, allow_download: bool) -> Any:
-    """The split that the config names, or the only one. Raises ConfigError where there are several."""
-    try:
         with _offline(not allow_download):
-            found = library("datasets").load_dataset(name, config.config, split=config.split)
+            found = library("datasets").load_dataset(config.dataset, config.config, split=config.split)
     except Exception as error:  # of datasets, huggingface_hub, fsspec and the network
-        raise _Unloadable(first_line(error)) from error
+        if allow_download:
+            raise DataError(f"data.dataset: {named} can't be loaded: {first_line(error)}") from error
+        raise ConfigError(
+            f"data.dataset: {named} is not in the local cache of datasets, or not whole: {first_line(error)}",
+            hint="set allow_download: true to download it, or name a folder of save_to_disk",
+        ) from error
     if isinstance(found, Mapping) and len(found) > 1:
-        raise _no_split(name, list(found))
+        raise _no_split(named, list(found))
     return next(iter(found.values())) if isinstance(found, Mapping) else found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -15,22 +15,16 @@ from psgrad.data.columns import ColumnRoles, require_rows, target_names
 from psgrad.data.loss import Criterion
 from psgrad.data.rows import Samples
 from psgrad.data.sources.arrow_types import common_schema, errors_of_damage
-from psgrad.data.sources.datasets import DatasetSamples, made_by_factory
-from psgrad.data.sources.library_datasets import (
-    is_library_dataset,
-    library_dataset,
-    library_rows,
-    numbered_as,
-)
 from psgrad.data.sources.source import source_of
 from psgrad.data.sources.table_rows import TableRows, mapped
 from psgrad.data.sources.table_samples import TableSamples
 from psgrad.data.targets import Labels
-from psgrad.data.tasks.classification import HeadLabels
 from psgrad.errors import ConfigError
-from psgrad.models.pretrained import Pretrained
 from psgrad.run.identity import files_sha256
 from psgrad.run.input_files import Stamp, require_unchanged
+
+if TYPE_CHECKING:
+    from psgrad.models.pretrained import Pretrained
 
 
 def open_rows(
@@ -46,9 +40,13 @@ def open_rows(
 
         rows = folder_rows(config, base, unit)
     elif config.dataset is not None:
+        from psgrad.data.sources.library_datasets import library_dataset, library_rows
+
         named = f"the dataset {config.dataset}"
         rows = library_rows(library_dataset(config, base, allow_download), roles.columns, named)
     elif config.factory is not None:
+        from psgrad.data.sources.datasets import made_by_factory
+
         rows = _rows_of_factory(made_by_factory(config, base), config, roles)
     else:
         rows = _rows_of_files(config, base, roles)
@@ -105,6 +103,8 @@ def _with_whole_ids(table: pa.Table, names: Sequence[str]) -> pa.Table:
 
 def _rows_of_factory(made: Any, config: DataConfig, roles: ColumnRoles) -> TableRows:
     """What a factory returned, as a table. Raises ConfigError where it is none."""
+    from psgrad.data.sources.library_datasets import is_library_dataset, library_rows
+
     if not is_library_dataset(made):
         raise ConfigError(
             f"the factory {config.factory} returned an object of type {type(made).__name__}, and data"
@@ -146,6 +146,9 @@ def _load_numbers(
     config: DataConfig, base: Path, unit: str | None, labels: Labels, allow_download: bool
 ) -> Samples:
     if config.factory is not None:
+        from psgrad.data.sources.datasets import DatasetSamples, made_by_factory
+        from psgrad.data.sources.library_datasets import is_library_dataset
+
         made = made_by_factory(config, base)
         if not is_library_dataset(made):
             return DatasetSamples(made, config, unit, labels)
@@ -174,7 +177,7 @@ def _load_images(
     rows = open_rows(config, base, unit)
     folder = _folder_of_images(config, base, rows)
     config = config if config.images is None else with_names(config, base)
-    if isinstance(trained, Pretrained):
+    if trained is not None and not isinstance(trained, Mapping):
         labels = labels_of_head(labels, trained.config, config)
         if not isinstance(config.inputs, dict):
             config = config.model_copy(update={"inputs": {"pixel_values": config.image}})
@@ -191,6 +194,8 @@ def _folder_of_images(config: DataConfig, base: Path, rows: TableRows) -> Path:
 
 def labels_of_head(labels: Labels, settings: Any, config: DataConfig) -> Labels:
     """The labels with the names of a pretrained model's classes. settings: its config, of transformers."""
+    from psgrad.data.tasks.classification import HeadLabels
+
     names = HeadLabels.of(settings, config).given
     return replace(labels, names=names) if names else labels
 
@@ -198,7 +203,11 @@ def labels_of_head(labels: Labels, settings: Any, config: DataConfig) -> Labels:
 def _numbered(rows: TableRows, config: DataConfig, names: Sequence[str] | None) -> TableRows:
     """The rows with labels that are numbered as in `names`, where the dataset has names for its numbers."""
     targets = target_names(config)
-    return numbered_as(rows, targets[0], names) if len(targets) == 1 else rows
+    if len(targets) != 1 or targets[0] not in rows.class_names:
+        return rows
+    from psgrad.data.sources.library_datasets import numbered_as
+
+    return numbered_as(rows, targets[0], names)
 
 
 def _load_texts(config: DataConfig, base: Path, unit: str | None, pretrained: Pretrained | None) -> Samples:

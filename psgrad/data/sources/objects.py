@@ -95,17 +95,12 @@ def _array(values: list[Any], name: str, where: str) -> pa.Array:
         raise DataError(f"the column {name!r} {reason}: {where}") from error
     except UnicodeEncodeError as error:
         raise DataError(
-            f"the column {name!r} holds half of a character: an escape from \\ud800 to \\udfff without its"
-            f" other half: {where}; expected texts of whole Unicode characters",
-            hint=(
-                "a text that was cut in the middle of a character, such as an emoji; correct the text,"
-                " or remove the row"
-            ),
+            f"the column {name!r} holds half of a character (\\ud800 to \\udfff): {where}",
+            hint="correct the text, which was cut inside of an emoji or the like, or remove the row",
         ) from error
     except pa.ArrowException as error:
         raise DataError(
-            f"the column {name!r} has mixed types: {where}: {first_line(error)}; expected one type in all"
-            " rows",
+            f"the column {name!r} has mixed types: {where}: {first_line(error)}",
             hint="convert the column to one type before it is saved",
         ) from error
 

@@ -15,16 +15,14 @@ import pyarrow.parquet as pq
 
 from psgrad.config import DataConfig
 from psgrad.config.data import data_format
-from psgrad.data.image_files import folder_rows
 from psgrad.data.sources.arrow_types import errors_of_damage
 from psgrad.data.sources.formats.arrow import batches_of
 from psgrad.data.sources.formats.csv import long_cells
 from psgrad.data.sources.formats.json import objects
-from psgrad.data.sources.library_datasets import library_dataset, library_hashes
+from psgrad.data.sources.library_datasets import library_dataset
 from psgrad.data.sources.source import data_files
 from psgrad.data.sources.text_files import lines_of, open_text, text_lines
 from psgrad.errors import DataError
-from psgrad.run.input_files import sha256_of
 
 Record = dict[str, Any]
 Rows: TypeAlias = "pa.Table | list[Record]"
@@ -39,17 +37,6 @@ def has_whole_rows(data: DataConfig) -> bool:
     if data.path is not None:
         return data_format(data.paths[0]) in (*_ARROW, *_TEXT)
     return data.dataset is not None
-
-
-def hashes_of_files(data: DataConfig, base: Path, allow_download: bool = False) -> list[str] | None:
-    """The hash of each file of a dataset, of a folder of images that of its listing; None where the dataset
-    is not in files. Of a dataset of the datasets library that of the columns that are named.
-    """
-    if data.dataset is not None:
-        return library_hashes(data, library_dataset(data, base, allow_download))
-    if data.images is not None:
-        return [folder_rows(data, base).fingerprint]
-    return None if data.path is None else [sha256_of(path) for path in data_files(data, base)]
 
 
 class RowFilter:

@@ -33,9 +33,8 @@ def lines_of(path: Path, file: TextIO) -> Iterator[str]:
             number += 1
             if len(line) > LONGEST_LINE:
                 raise DataError(
-                    f"line {number} of {path} has more than {LONGEST_LINE:,} characters; expected a row in"
-                    " each line, or in a few",
-                    hint="another format, or line ends that were lost; save larger values as parquet",
+                    f"line {number} of {path} has more than {LONGEST_LINE:,} characters",
+                    hint="put a row in each line, or save larger values as parquet",
                 )
             yield line
     except UnicodeDecodeError as error:

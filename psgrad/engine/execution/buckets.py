@@ -62,13 +62,13 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Added:
+class SumOverSamples:
     """What a way to compute chunks found that adds up over the samples: a pytree of tensors."""
 
     value: Any
 
     @classmethod
-    def of_groups(cls, parts: Sequence[Added], groups: Sequence[torch.Tensor]) -> Added:
+    def of_groups(cls, parts: Sequence[SumOverSamples], groups: Sequence[torch.Tensor]) -> SumOverSamples:
         return cls(tree_map(lambda *items: torch.stack(items).sum(0), *(part.value for part in parts)))
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from psgrad import random_state
-from psgrad.engine.execution.buckets import Added
+from psgrad.engine.execution.buckets import SumOverSamples
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.per_sample import (
     ProjectedGradients,
@@ -49,7 +49,7 @@ def _register(kind: type, *tensors: str) -> None:
 _register(PerSampleGradients, "gradients", "losses", "aux")
 _register(SquareNorms, "by_parameter", "losses", "aux", "computed_as")
 _register(ProjectedGradients, "rows", "norms")
-_register(Added, "value")
+_register(SumOverSamples, "value")
 _register(DeferredGradient, "terms")
 _register(Placed, "term")
 _OF_TENSORS = ("torch.Tensor", "tuple[torch.Tensor, ...]", "tuple[Placed, ...]")

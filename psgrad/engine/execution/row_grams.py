@@ -1,6 +1,7 @@
 """Inner products of all rows of a set with one another, or with those of another set, by their factors.
 
-As many rows as memory holds are multiplied with all others, chunk by chunk. And what such products will take.
+As many rows as memory holds are multiplied with all others, chunk by chunk. And how many operations such
+products are.
 """
 
 from __future__ import annotations

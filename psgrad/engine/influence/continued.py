@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.execution.buckets import Added
+from psgrad.engine.execution.buckets import SumOverSamples
 from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors
@@ -239,8 +239,8 @@ class _Objectives:
     @replayable("sum")
     def _of_chunk(
         self, at: Vectors, loss: Any, params: Vectors, inputs: Any, target: Any, *, randomness: str, **_: Any
-    ) -> Added:
-        return Added(self._slope(at, inputs, target, randomness))
+    ) -> SumOverSamples:
+        return SumOverSamples(self._slope(at, inputs, target, randomness))
 
     def _row(self, params: Vectors, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, target = self.training.stream.load(row, row + 1)

@@ -59,23 +59,30 @@ class RecipeSteps:
     recipe: Recipe
 
     @cached_property
-    def optimiser(self) -> Optimiser:
-        return optimiser_of(self.recipe)
+    def update(self) -> Update:
+        """(parameters, state, gradients, numbers of the step) to (parameters, state)."""
+        return _sgd(self.recipe) if self.recipe.optimizer == "sgd" else _adam(self.recipe)
 
     def known(self, step: int, of: int, like: torch.Tensor) -> torch.Tensor:
-        """The numbers of step number `step`, from 0, of `of` steps: see `numbers_of`."""
-        return numbers_of(self.recipe, step, of, like)
+        """[3]: the learning rate of step `step` (from 0) of `of`, and the corrections of Adam's means."""
+        numbers = self.recipe.rate(step, of), *(1 - beta ** (step + 1) for beta in _BETAS)
+        return torch.tensor(numbers, dtype=like.dtype, device=like.device)
 
-    def start(self, params: Vectors) -> Any:
-        """The state before the first step."""
-        return self.optimiser.start(params)
+    def start(self, params: Vectors) -> State:
+        """The state before the first step: means with the parameters' names and shapes, which begin at
+        zero.
+        """
+        means: tuple[str, ...] = ("mean", "square")
+        if self.recipe.optimizer == "sgd":
+            means = ("momentum",) if self.recipe.momentum else ()
+        return {mean: {name: torch.zeros_like(value) for name, value in params.items()} for mean in means}
 
     def after(
         self, params: Vectors, state: Any, batch: StepBatch, weights: torch.Tensor
     ) -> tuple[Vectors, Any]:
         """Parameters and state after a step with these weights [b]."""
         gradients, _ = grad(self._weighted, has_aux=True)(params, batch, weights)
-        return self.optimiser.update(params, state, gradients, batch.known)
+        return self.update(params, state, gradients, batch.known)
 
     def pulled(
         self, params: Vectors, state: Any, batch: StepBatch, of_params: Vectors, of_state: Any
@@ -94,7 +101,7 @@ class RecipeSteps:
 
         gradients, _ = gradient(params)
         _, pull = vjp(
-            lambda params, state, gradients: self.optimiser.update(params, state, gradients, known),
+            lambda params, state, gradients: self.update(params, state, gradients, known),
             params,
             state,
             gradients,
@@ -123,38 +130,6 @@ Update = Callable[[Vectors, State, Vectors, torch.Tensor], tuple[Vectors, State]
 
 _BETAS = (0.9, 0.999)
 _EPSILON = 1e-8
-
-
-@dataclass(frozen=True)
-class Optimiser:
-    """An optimiser of a recipe.
-
-    Attributes:
-        means: the parts of its state, each of which has the parameters' names and shapes, and begins at zero.
-        update: (parameters, state, gradients, numbers of the step) to (parameters, state).
-    """
-
-    means: tuple[str, ...]
-    update: Update
-
-    def start(self, params: Vectors) -> State:
-        """The state before the first step."""
-        return {
-            mean: {name: torch.zeros_like(value) for name, value in params.items()} for mean in self.means
-        }
-
-
-def optimiser_of(recipe: Recipe) -> Optimiser:
-    """The optimiser that torch.optim has for this recipe (SGD, Adam or AdamW)."""
-    if recipe.optimizer == "sgd":
-        return Optimiser(("momentum",) if recipe.momentum else (), _sgd(recipe))
-    return Optimiser(("mean", "square"), _adam(recipe))
-
-
-def numbers_of(recipe: Recipe, step: int, steps: int, like: torch.Tensor) -> torch.Tensor:
-    """[3]: the learning rate of step `step` (from 0) of `steps`, and the corrections of Adam's means."""
-    first, second = (1 - beta ** (step + 1) for beta in _BETAS)
-    return torch.tensor([recipe.rate(step, steps), first, second], dtype=like.dtype, device=like.device)
 
 
 def _sgd(recipe: Recipe) -> Update:

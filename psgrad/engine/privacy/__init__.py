@@ -16,16 +16,15 @@ from psgrad.engine.privacy.batches import (
     batch_source,
     stream_source,
 )
-from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
+from psgrad.engine.privacy.clipping import Clipping, Group
 from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import RecordReader, Records, Relation, record_loss
-from psgrad.engine.privacy.sampling import Sampling, Schedule
+from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining, private_sum
 
 __all__ = [
-    "AdaptiveBound",
     "ClippedSum",
     "Clipping",
     "Coins",
@@ -40,7 +39,6 @@ __all__ = [
     "Records",
     "Relation",
     "Sampling",
-    "Schedule",
     "StepEvent",
     "batch_source",
     "epsilon_pld",

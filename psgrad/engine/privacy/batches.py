@@ -130,10 +130,10 @@ class RecordStreams:
     """Clipped sums of drawn records, each of which is read in a stream of records about as long as itself.
 
     Every stream has a width that its records are filled up to, which follows from the size of a record alone:
-    a power of two, times the copies. So its chunks have few shapes.
+    a power of two. So its chunks have few shapes.
 
     Args:
-        records, take: as for RecordReader, which takes `options`, too (combine, augment, copies, source).
+        records, take: as for RecordReader.
         loss: of one row, (params, inputs, target) to (loss, aux).
         params: name -> parameter.
         make: a record's loss and its reader to a stream.
@@ -146,7 +146,7 @@ class RecordStreams:
             that is computed again would have other coins because of the one that fails.
 
     Attributes:
-        options: as given.
+        read_coins: of rows that code of the user's reads; None for rows that are the same each time.
         drawn: the records of the batch in hand, in the order in which its source has them. There is one batch
             at a time.
         replayed: how many chunks were replayed.
@@ -165,13 +165,11 @@ class RecordStreams:
         alone: bool = False,
         randomness: str = "error",
         zero_on_error: bool = False,
-        **options: Any,
     ) -> None:
         self.records, self.params, self.coins = records, params, coins or Coins()
-        self.options = {**options, "coins": self.coins if reads_by_code or options.get("augment") else None}
+        self.read_coins = self.coins if reads_by_code else None
         self._take, self._loss, self._make = take, loss, make
         self.alone, self.zero_on_error, self._randomness = alone, zero_on_error, randomness
-        self._copies = RecordReader(records, take, **self.options).copies
         self._streams: dict[int, tuple[RecordReader, Stream, SumPrograms | None]] = {}
         self.drawn: RowNumbers = np.empty(0, dtype=np.int64)
 
@@ -217,12 +215,12 @@ class RecordStreams:
 
     def _parts(self, drawn: RowNumbers) -> list[tuple[int, RowNumbers]]:
         """(width, records) of each stream that takes part, the widest first."""
-        widths = self._copies * 2 ** np.ceil(np.log2(self.records.sizes[drawn])).astype(np.int64)
+        widths = 2 ** np.ceil(np.log2(self.records.sizes[drawn])).astype(np.int64)
         return [(int(width), drawn[widths == width]) for width in np.unique(widths)[::-1]]
 
     def _stream(self, width: int) -> tuple[RecordReader, Stream, SumPrograms | None]:
         if width not in self._streams:
-            reader = RecordReader(self.records, self._take, width=width, **self.options)
+            reader = RecordReader(self.records, self._take, width=width, coins=self.read_coins)
             stream = self._make(reader.loss_of(self._loss, randomness=self._randomness), reader)
             self._streams[width] = reader, stream, SumPrograms(stream.counts) if stream.replays else None
         return self._streams[width]

@@ -79,14 +79,6 @@ class RecordColumns:
     factors: torch.Tensor
     below: torch.Tensor
 
-    @property
-    def counted(self) -> torch.Tensor:
-        """[k] bool: `below` of the k records that have a gradient, which an adaptive bound counts. A record
-        whose gradient is zero adds nothing to the sum, and may add nothing to the count either, because
-        zero_out is accounted for a record that is replaced by nothing.
-        """
-        return self.below[self.norms != 0]
-
     @classmethod
     def joined(cls, parts: Sequence[RecordColumns], groups: int = 1) -> RecordColumns:
         """The columns of several parts of a batch, joined in order. groups: the number of clipping groups,
@@ -321,7 +313,7 @@ class Clipper:
         clipping = self.clipping
         groups = tuple(group.parameters for group in clipping.groups)
         options = repr(sorted(chunk.options.items()))
-        return groups, clipping.rule, clipping.stability, options, self.memory, self._autocast
+        return groups, clipping.rule, options, self.memory, self._autocast
 
 
 class _RecordChunk:

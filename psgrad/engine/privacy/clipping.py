@@ -1,6 +1,5 @@
 """Clipping: the groups of parameters, the bound of each, and the factor that each record's gradient is
-multiplied by; and a bound that follows a quantile of the norms, privately (Andrew, Thakkar, McMahan and
-Ramaswamy, "Differentially Private Learning with Adaptive Clipping", arXiv 1905.03871).
+multiplied by.
 
 The norm of what a record adds in a group is at most the group's bound. `Clipping.sensitivity` is the one
 place where bounds become the unit of the noise.
@@ -13,20 +12,20 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.records import Relation
-from psgrad.engine.privacy.rounding import noisy
-from psgrad.errors import ConfigError, one_line
+from psgrad.errors import ConfigError
 
 Rule = Literal["clip", "automatic"]
 
 # The relative margin of a clipped norm below its bound; `clipped_sums.Clipper` describes what it covers.
 MARGIN = 2.0**-21
+# What the automatic rule adds to each norm, as in the paper.
+_STABILITY = 0.01
 # Bounds outside of this range would overflow or underflow float32 in the sum over a batch, or in its noise.
 _SMALLEST, _LARGEST = 1e-20, 1e20
 
@@ -49,17 +48,14 @@ class Clipping:
     Attributes:
         groups: the parameters of each, no parameter in two.
         rule: 'clip' multiplies by min(1, bound / norm) (Abadi et al., "Deep Learning with Differential
-            Privacy", 2016); 'automatic' by bound / (norm + stability), for any norm (Bu, Wang, Zha and
+            Privacy", 2016); 'automatic' by bound / (norm + 0.01), for any norm (Bu, Wang, Zha and
             Karypis, "Automatic Clipping", 2023, AUTO-S).
-        stability: the constant that the automatic rule adds to the norm.
 
-    Raises ConfigError for bounds or a stability that are not positive numbers, and for a parameter in two
-    groups.
+    Raises ConfigError for bounds that are not positive numbers, and for a parameter in two groups.
     """
 
     groups: tuple[Group, ...]
     rule: Rule = "clip"
-    stability: float = 0.01
 
     def __post_init__(self) -> None:
         if self.rule not in ("clip", "automatic"):
@@ -70,8 +66,11 @@ class Clipping:
                 hint="a model whose parameters are all frozen",
             )
         for group in self.groups:
-            _assert_positive(f"the clipping norm of {group.name!r}", group.bound, _SMALLEST, _LARGEST)
-        _assert_positive("the stability of automatic clipping", self.stability, 0.0, math.inf)
+            if not _SMALLEST <= group.bound <= _LARGEST:
+                raise ConfigError(
+                    f"the clipping norm of {group.name!r} is {group.bound!r}; expected a positive number from"
+                    f" {_SMALLEST:g} to {_LARGEST:g}"
+                )
         seen: dict[str, str] = {}
         for group in self.groups:
             for name in group.parameters:
@@ -122,33 +121,20 @@ class Clipping:
             fitting = next((pattern for pattern in bounds if fnmatch.fnmatchcase(name, pattern)), None)
             if fitting is None:
                 raise ConfigError(
-                    f"no clipping group takes the parameter {name!r}; expected each parameter in one"
-                    f" group; the patterns are {list(bounds)}",
+                    f"no clipping group takes the parameter {name!r}; the patterns are {list(bounds)}",
                     hint="end the groups with the pattern '*'",
                 )
             members[fitting].append(name)
         for pattern, matched in members.items():
             if not matched:
                 raise ConfigError(
-                    f"the clipping group {pattern!r} has no parameter; expected a pattern that fits some"
-                    f" of {names[:8]}, and is not behind one that fits them all",
-                    hint="a misspelt name, or an order in which an earlier pattern takes all",
+                    f"the clipping group {pattern!r} has no parameter of {names[:8]}",
+                    hint="correct the name, or put the pattern before one that takes all",
                 )
         return cls(
             tuple(Group(pattern, tuple(matched), bounds[pattern]) for pattern, matched in members.items()),
             **options,
         )
-
-    def with_bound(self, bound: float) -> Clipping:
-        """This clipping with another bound, where there is one group. Raises ConfigError where there are
-        more.
-        """
-        if len(self.groups) != 1:
-            raise ConfigError(
-                f"a bound that adapts was asked of {len(self.groups)} clipping groups; expected one group",
-                hint="set groups: flat",
-            )
-        return replace(self, groups=(replace(self.groups[0], bound=bound),))
 
     def sensitivity(self, relation: Relation) -> float:
         """How far the sum over a batch may move, in Euclidean distance, between neighbouring datasets.
@@ -171,15 +157,12 @@ class Clipping:
                 "in no group": square_norms.keys() - grouped,
                 "without gradient": grouped - square_norms.keys(),
             }
+            found = "; ".join(
+                f"{kind}: {', '.join(sorted(names)[:8])}" for kind, names in kinds.items() if names
+            )
             raise ConfigError(
-                one_line(
-                    "the clipping groups are not of the parameters that have gradients; "
-                    + "; ".join(
-                        f"{kind}: {', '.join(sorted(names)[:8])}" for kind, names in kinds.items() if names
-                    ),
-                    "expected every parameter that is trained in one group, and no other",
-                ),
-                hint="groups that were made for another model, or before some of its parameters were frozen",
+                f"the clipping groups are not of the parameters that have gradients; {found}",
+                hint="make the groups after parameters were frozen, of every parameter that is trained",
             )
         return self.group_sums(square_norms).sqrt_()
 
@@ -202,7 +185,7 @@ class Clipping:
         """
         bounds = (self.bounds(group_norms.device) if bounds is None else bounds) * (1 - MARGIN)
         factors = (
-            bounds / (group_norms + self.stability)
+            bounds / (group_norms + _STABILITY)
             if self.rule == "automatic"
             else (bounds / group_norms).clamp_(max=1)
         )
@@ -230,112 +213,9 @@ class Clipping:
         ]
         described: dict[str, Any] = {"groups": groups, "rule": self.rule}
         if self.rule == "automatic":
-            described["stability"] = self.stability
+            described["stability"] = _STABILITY
         return described
 
     def hash(self) -> str:
         """The SHA-256 of the description, for a ledger."""
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()
-
-
-def _assert_positive(what: str, value: float, smallest: float, largest: float) -> None:
-    if not (smallest <= value <= largest and 0 < value < math.inf):
-        limits = f" from {smallest:g} to {largest:g}" if smallest else ""
-        raise ConfigError(f"{what} is {value!r}; expected a positive number{limits}")
-
-
-# The range of the bound: clipping takes no other. The largest move of one step, as a logarithm: beyond any
-# bound, and still a number.
-_FARTHEST = 200.0
-
-
-@dataclass(frozen=True)
-class AdaptiveBound:
-    """A bound, and its updates from step to step. It is computed from noisy counts, so the bound is public.
-
-    Attributes:
-        bound: the bound of the step to come, in units of the norm.
-        quantile: the share of records whose norm is to be below it.
-        learning_rate: the bound is multiplied by exp(-learning_rate * (share below - quantile)).
-        count_multiplier: the standard deviation of the count's noise, in records; sigma_b in the paper. The
-            count moves by 1/2 if a record is added or removed, so as a multiple of its sensitivity the noise
-            is twice this number.
-
-    Raises ConfigError for numbers outside of their range.
-    """
-
-    bound: float
-    quantile: float = 0.5
-    learning_rate: float = 0.2
-    count_multiplier: float = 10.0
-
-    def __post_init__(self) -> None:
-        if not _SMALLEST <= self.bound <= _LARGEST:
-            raise ConfigError(
-                f"the clipping bound to start from is {self.bound!r}; expected a number from {_SMALLEST:g}"
-                f" to {_LARGEST:g}",
-            )
-        if not 0 <= self.quantile <= 1:
-            raise ConfigError(
-                f"the quantile of the adaptive bound is {self.quantile!r}; expected a number from 0 to 1"
-            )
-        for name, value in (
-            ("learning rate", self.learning_rate),
-            ("count_noise_multiplier", self.count_multiplier),
-        ):
-            if not 0 < value < math.inf:
-                raise ConfigError(
-                    f"the {name} of the adaptive bound is {value!r}; expected a positive number"
-                )
-
-    @staticmethod
-    def count(below: torch.Tensor) -> float:
-        """The sum over the drawn records that have a gradient of 1[norm <= bound] - 1/2, to which noise is
-        added. Not private.
-
-        below: [n] bool, `RecordColumns.counted`. A record whose norm is not finite is above any bound: it
-            counts -1/2, and moves the count no further than others.
-        """
-        return float(torch.count_nonzero(below)) - below.numel() / 2
-
-    def sensitivity(self, relation: Relation) -> float:
-        """How far `count` may move between neighbouring datasets: recentred, a record that comes or
-        goes moves it by 1/2, one without a gradient by nothing, and one that is replaced by 1.
-        """
-        return 1.0 if relation == "replace_one" else 0.5
-
-    def standard_deviation(self, relation: Relation) -> float:
-        """The standard deviation of the count's noise: 2 * count_multiplier * sensitivity, so that its cost
-        is that of the paper's formula, (z^-2 - (2 count_multiplier)^-2)^(-1/2), under either relation.
-        """
-        return 2 * self.count_multiplier * self.sensitivity(relation)
-
-    def updated(self, noisy_count: float, expected_batch_size: float) -> AdaptiveBound:
-        """The bound for the next step, from the noised count and the public batch size that it is
-        divided by.
-        """
-        share = noisy_count / expected_batch_size + 0.5
-        factor = math.exp(min(max(-self.learning_rate * (share - self.quantile), -_FARTHEST), _FARTHEST))
-        return replace(self, bound=min(max(self.bound * factor, _SMALLEST), _LARGEST))
-
-    def noisy_count(self, following: float, expected_batch_size: float) -> float | None:
-        """The noised count from which `updated` made the bound `following`; None where it is at the end of a
-        range.
-        """
-        moved = math.log(following / self.bound)
-        if following in (_SMALLEST, _LARGEST) or abs(moved) >= _FARTHEST:
-            return None
-        return (self.quantile - moved / self.learning_rate - 0.5) * expected_batch_size
-
-    def next(
-        self, below: torch.Tensor, expected_batch_size: float, relation: Relation, generator: Generator
-    ) -> AdaptiveBound:
-        """The bound for the next step. below: [n] bool, which of the drawn records with a gradient had a norm
-        below this bound; n may be 0.
-
-        The noisy count is rounded to a public grid, as the sums are.
-        """
-        count = torch.tensor([self.count(below)], dtype=torch.float64)
-        return self.updated(
-            float(noisy(count, self.standard_deviation(relation), generator)), expected_batch_size
-        )

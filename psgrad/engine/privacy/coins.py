@@ -1,5 +1,5 @@
 """Coins: the random numbers of a private run besides its noise and its batches, as of dropout, noise layers
-and augmentations.
+and datasets that change their rows.
 
 Operators and user code draw from the generators of PyTorch, NumPy and Python. These are seeded from a secret
 stream for each chunk of records, so that coins are secret, and independent and identically distributed over
@@ -48,7 +48,7 @@ class Coins:
 
     Args:
         generator: gives the key, and coins are as secret as its numbers; None for a cryptographic one.
-        roots: the model, the loss, the dataset, an augmentation: generators of PyTorch, NumPy and Python in
+        roots: the model, the loss, the dataset: generators of PyTorch, NumPy and Python in
             their attributes are seeded with the global ones.
 
     Raises ModelError for a generator that can't be seeded.
@@ -139,12 +139,8 @@ class Coins:
         if self.shared(seeds):
             raise ModelError(
                 "the model or the loss draws from NumPy's or Python's random generators while records are"
-                " computed, and the records of a chunk share such a number; expected random numbers of"
-                " PyTorch's operators, which are drawn for each record",
-                hint=(
-                    "random.random or numpy.random in a forward pass, as for a layer that is left out;"
-                    " draw with torch.rand and its like, or set privacy.records: alone"
-                ),
+                " computed, and the records of a chunk share such a number",
+                hint="draw with torch.rand and its like, or set privacy.records: alone",
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -177,12 +173,8 @@ class Draws:
                 if where != other_where or not (what == other_what or None in (what, other_what)):
                     raise ModelError(
                         "records take several branches of the model or the loss, which draw random"
-                        " numbers of other shapes, and records would share some; expected the same draws"
-                        " in each branch, or more of them in one than in another",
-                        hint=(
-                            "an `if` on a number of a record, and layers of several sizes that draw in"
-                            " it; draw before the branch, or set privacy.records: alone"
-                        ),
+                        " numbers of other shapes, and records would share some",
+                        hint="draw before the branch, or set privacy.records: alone",
                     )
 
 
@@ -213,12 +205,10 @@ def _seeds_watched(generators: list[torch.Generator], draws: Draws | None) -> It
 def _seeded_by_the_model() -> ModelError:
     return ModelError(
         "the model or the loss seeds PyTorch's random generator while records are computed, or draws from"
-        f" one that it has made there{diagnostics.where()}; expected secret random numbers for each"
-        " record, from generators that psgrad has seeded",
+        f" one that it has made there{diagnostics.where()}",
         hint=(
-            "torch.manual_seed, a state that is set, or torch.Generator() in a forward pass; leave the"
-            " seed out; draw a number that stays the same where the model is built; keep a generator in"
-            " an attribute"
+            "leave the seed out of the forward pass; draw a number that stays the same where the model is"
+            " built; keep a generator in an attribute"
         ),
     )
 
@@ -261,8 +251,7 @@ def _require_seedable(generator: Any) -> None:
     except Exception as error:
         raise ModelError(
             f"a random generator of type {type(generator).__name__} is among the attributes of the model,"
-            f" the loss or the dataset, and can't be seeded: {error}; expected generators of PyTorch,"
-            " NumPy and Python, whose numbers are drawn from a secret seed",
+            f" the loss or the dataset, and can't be seeded: {error}",
             hint="use torch.Generator, numpy.random.default_rng or random.Random",
         ) from error
 

@@ -54,12 +54,8 @@ class Generator(ABC):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         # Copies, pickles, and objects sent to a worker process.
         raise ConfigError(
-            f"a random generator ({self.name}) was to be copied or pickled; expected one generator in one"
-            " process",
-            hint=(
-                "a copy would repeat the noise, and whoever sees two results with the same noise can"
-                " subtract it; make a generator where it is needed, with make_generator"
-            ),
+            f"a random generator ({self.name}) was to be copied or pickled: a copy would repeat the noise",
+            hint="make a generator where it is needed, with make_generator",
         )
 
 

@@ -37,19 +37,16 @@ class IndividualAccount:
 
     Args:
         records: how many there are.
-        count_multiplier: that of an adaptive bound's count, which each record moves by as much as any; None
-            without one.
 
     Attributes:
         moments: [records, orders] float64, of the steps before the last `measure`.
         steps: how many were counted.
     """
 
-    def __init__(self, records: int, count_multiplier: float | None = None) -> None:
+    def __init__(self, records: int) -> None:
         self.moments = np.zeros((records, len(ORDERS)))
         self.steps = 0
         self._levels = np.full(records, _LEVELS)
-        self._count_multiplier = count_multiplier
         self._waiting: dict[StepEvent, int] = {}  # since the last measure
 
     def measure(self, shares: Array) -> None:
@@ -90,10 +87,9 @@ class IndividualAccount:
             return np.full(len(ORDERS), math.inf if share else 0.0)
         # Where records are replaced, the other one may have the whole bound; noise and multiplier are of 2 C.
         moved = (share + 1) / 2 if event.relation == "replace_one" else share
-        precision = event.noise_multiplier**-2
-        by_count = 0.0 if self._count_multiplier is None else (2 * self._count_multiplier) ** -2
-        own = (precision - by_count) * moved**2 + by_count
-        return step_moments(replace(event, noise_multiplier=own**-0.5)) if own else np.zeros(len(ORDERS))
+        if not moved:
+            return np.zeros(len(ORDERS))
+        return step_moments(replace(event, noise_multiplier=event.noise_multiplier / moved))
 
 
 def shares_of(records: RecordColumns, clipping: Clipping) -> Array:

@@ -110,7 +110,6 @@ def make_private(
         )
     account = account_of(module, optimizer, ledger)
     objective = Objective(module, _of_one(criterion))
-    noise = Noise(noise_multiplier)
     generator = generator or make_generator()
     loop = _Loop(objective, Unchanged(module, criterion), generator)
     dataset = data_loader.dataset
@@ -120,7 +119,7 @@ def make_private(
         loop.source,
         len(dataset),  # type: ignore[arg-type]
         clipping=Clipping.flat(objective.params, max_grad_norm),
-        noise=lambda _: noise,
+        noise=Noise(noise_multiplier),
         sampling=drawn.sampling,
         relation=drawn.relation,
         expected_batch_size=drawn.expected,

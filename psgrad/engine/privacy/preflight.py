@@ -19,7 +19,7 @@ from psgrad import random_state
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.privacy.unchanged import Unchanged
 from psgrad.engine.transforms.private_torch import BatchNormBase, NormBase, tree_leaves, tree_map
-from psgrad.errors import ModelError, PsgradError, one_line
+from psgrad.errors import ModelError, PsgradError
 
 # As a share of an output's largest entry: kernels for batches of other sizes round differently, layers that
 # mix records change it by much more.
@@ -194,9 +194,8 @@ class _FewRows:
                     f" {after.item():.6g} once others have passed; expected a loss of each record that"
                     " depends on no other record",
                     hint=(
-                        "the model or the loss keeps something of what it has seen (a memory bank, a"
-                        " running average), or draws from a generator of random numbers of its own;"
-                        " keep nothing from one call to the next; draw random numbers with torch"
+                        "keep nothing in the model or the loss from one call to the next (a memory bank, a"
+                        " running average), and draw random numbers with torch"
                     ),
                 )
 
@@ -221,16 +220,12 @@ class _FewRows:
     def _mixes(self, row: int, apart: float) -> ModelError:
         layer = self._first_that_mixes(row)
         return ModelError(
-            one_line(
-                f"what the model makes of a row changes with the other rows of its batch, by {apart:.1g} of"
-                " its size" + (f", first in the layer {layer}" if layer else ""),
-                "expected an output for each record that depends on no other record",
-            ),
+            f"what the model makes of a row changes with the other rows of its batch, by {apart:.1g} of its"
+            f" size{f', first in the layer {layer}' if layer else ''}; expected an output for each record"
+            " that depends on no other record",
             hint=(
-                "a layer or a loss that looks across the batch (batch normalisation, a contrastive or"
-                " balance loss), or samples on another axis than the first (batch_first=False); use"
-                " layers that look at one sample, such as nn.GroupNorm, and a loss that is a mean over"
-                " samples"
+                "use layers that look at one sample, such as nn.GroupNorm, a loss that is a mean over"
+                " samples, and samples on the first axis (batch_first=True)"
             ),
         )
 
@@ -326,19 +321,7 @@ def _updates(arrived: str, layer: nn.Module) -> ModelError:
     if isinstance(layer, NormBase):
         steps = "set model.mode: eval, build it with track_running_stats=False, or replace it by nn.GroupNorm"
     return ModelError(
-        one_line(
-            arrived,
-            "expected "
-            + (
-                "parameters and buffers that a forward pass leaves alone: what the data writes into them is"
-                " published without noise"
-            ),
-        ),
-        hint=(
-            one_line(
-                "running statistics, power iteration (spectral norm) in train mode, or a first pass that sets"
-                " itself up from the data",
-                steps,
-            )
-        ),
+        f"{arrived}; expected parameters and buffers that a forward pass leaves alone: what the data writes"
+        " into them is published without noise",
+        hint=steps,
     )

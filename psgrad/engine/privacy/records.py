@@ -1,15 +1,14 @@
-"""Records: rows, all rows of a user, or the augmented copies of a row; and the relation between neighbouring
-datasets. What is clipped is a record's gradient, not a row's.
+"""Records: rows, or all rows of a user; and the relation between neighbouring datasets. What is clipped is a
+record's gradient, not a row's.
 
-A record's loss is the weighted sum of its rows' losses, so its gradient is the average (or the sum) of theirs
-before anything is clipped.
+A record's loss is the weighted sum of its rows' losses, so its gradient is the average of theirs before
+anything is clipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,11 +19,10 @@ from torch import Tensor
 from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.transforms import vmap
 from psgrad.errors import DataError
-from psgrad.ragged import Block, joined
+from psgrad.ragged import Block
 
 RowNumbers = npt.NDArray[np.int64]
 Take = Callable[[RowNumbers], Block]
-Augment = Callable[..., Any]
 
 ROWS_WITHOUT_A_CAP = 1000
 """Rows of a record that are taken without asking for a cap: all rows of a record are in memory together."""
@@ -100,18 +98,12 @@ class RecordReader:
     Args:
         records: which rows are whose.
         take: the rows of the dataset with these numbers, in this order.
-        combine: whether a record's gradient is the average or the sum of its rows'.
-        augment: one row's inputs, without a sample axis, to those of a changed copy.
-        copies: copies of each row, averaged inside the record. The rows themselves take no part beside their
-            copies.
-        source: the name of `augment` in messages.
-        width: rows that every record is filled up to, at least as many as one has with its copies; 1 has no
-            axis of rows. None fills up to the longest record that is read at once.
-        coins: seed the generators before rows are read and changed, for code that draws from them; None for
-            rows that are the same each time.
+        width: rows that every record is filled up to, at least as many as one has; 1 has no axis of rows.
+            None fills up to the longest record that is read at once.
+        coins: seed the generators before rows are read, for code that draws from them; None for rows that are
+            the same each time.
 
     Attributes:
-        copies: of each row; 1 where there is no augmentation.
         drawn: the records that are read.
         inputs_of_model: how many of the inputs that are read are the model's; None for all.
 
@@ -123,26 +115,20 @@ class RecordReader:
         records: Records,
         take: Take,
         *,
-        combine: Literal["mean", "sum"] = "mean",
-        augment: Augment | None = None,
-        copies: int = 1,
-        source: str = "the augmentation",
         width: int | None = None,
         coins: Coins | None = None,
     ) -> None:
-        self.records, self._take, self._combine = records, take, combine
+        self.records, self._take = records, take
         self.draws = coins is not None
         self._coins = coins
         self.inputs_of_model: int | None = None
-        self._augment, self.copies, self._source = augment, copies if augment is not None else 1, source
         self._width = width
-        self._shapes: list[tuple[int, ...]] | None = None
         self.drawn: RowNumbers = np.empty(0, dtype=np.int64)
 
     @property
     def several(self) -> bool:
         """Whether records have an axis of rows."""
-        return (self.records.longest * self.copies if self._width is None else self._width) > 1
+        return (self.records.longest if self._width is None else self._width) > 1
 
     def draw(self, records: npt.ArrayLike) -> None:
         """The records to read from now on. They are read longest first, as in `drawn`.
@@ -165,10 +151,8 @@ class RecordReader:
                 " the records looked at is another one when it is read again, after others; expected"
                 " records that depend on no other record, and on nothing that was read before",
                 hint=(
-                    "a dataset or an augmentation that keeps something from call to call (a counter, a"
-                    " cache of what it drew), or draws from a generator outside of its attributes; keep"
-                    " nothing from one call to the next; draw with torch, numpy or random, or from a"
-                    " generator in an attribute"
+                    "keep nothing in the dataset from one call to the next; draw with torch, numpy or random,"
+                    " or from a generator in an attribute"
                 ),
             )
 
@@ -196,14 +180,12 @@ class RecordReader:
         chosen = self.drawn[start:stop]
         with nullcontext() if self._coins is None else self._coins.seeded():
             rows = self._take(self.records.rows_of_each(chosen))
-            if self._augment is not None:
-                rows = self._augmented(rows)
         self.inputs_of_model = len(rows.inputs)
         if not self.several:
             return rows
-        sizes = self.records.sizes[chosen] * self.copies
+        sizes = self.records.sizes[chosen]
         width = int(sizes.max()) if self._width is None else self._width
-        places, weights = _padded(sizes, width, None if self._combine == "mean" else 1.0 / self.copies)
+        places, weights = _padded(sizes, width)
         self._require_like_rows(rows, places, chosen)
         return rows.grouped(places).with_inputs(after=[weights])
 
@@ -221,47 +203,6 @@ class RecordReader:
                 " that takes a mask of the positions",
                 hint="let each row be a record, or give the model a mask as an input",
             )
-
-    def _augmented(self, rows: Block) -> Block:
-        made = []
-        for place in range(len(rows)):
-            row = rows.at(slice(place, place + 1))
-            for _ in range(self.copies):
-                if row.ragged is not None:
-                    self._shapes = [tuple(x.shape[1:]) for x in row.inputs]
-                copy = self._copy([x[0] for x in row.inputs])
-                made.append(replace(row, inputs=tuple(x[None] for x in copy)))
-        return joined(made)
-
-    def _copy(self, row: list[Tensor]) -> Sequence[Tensor]:
-        """One changed copy of a row, of the shapes that all copies have. Raises DataError if it is not
-        one.
-        """
-        assert self._augment is not None
-        try:
-            augmented = self._augment(*[x.clone() for x in row])
-        except Exception as error:
-            first_line = next(iter(str(error).splitlines()), "")
-            raise DataError(
-                f"{self._source} raised {type(error).__name__}: {first_line}; expected a function of one"
-                " row's inputs, tensors without a sample axis",
-                hint="call it on one row by itself to see why",
-            ) from error
-        copy = list(augmented) if isinstance(augmented, tuple | list) else [augmented]
-        if len(copy) != len(row) or not all(isinstance(x, Tensor) for x in copy):
-            kinds = ", ".join(type(x).__name__ for x in copy)
-            raise DataError(
-                f"{self._source} returned {kinds}; expected {len(row)} tensors, as many as a row has inputs",
-            )
-        shapes = [tuple(x.shape) for x in copy]
-        self._shapes = self._shapes or shapes
-        if shapes != self._shapes:
-            raise DataError(
-                f"{self._source} returned the shapes {_listed(shapes)}, and {_listed(self._shapes)}"
-                " before; expected one shape for all copies of all rows",
-                hint="crop or pad to one size in the function",
-            )
-        return [x.detach().to("cpu") for x in copy]
 
 
 def record_loss(
@@ -297,21 +238,16 @@ def record_loss(
     return of_record
 
 
-def _padded(sizes: RowNumbers, width: int, weight: float | None) -> tuple[Tensor, Tensor]:
+def _padded(sizes: RowNumbers, width: int) -> tuple[Tensor, Tensor]:
     """(places, weights), both [n, width], for records whose rows lie one record's after another's.
 
-    `weight` is that of every row; None for one over the record's number of rows. In float64: one third in
-    float32 is not one third.
+    In float64: one third in float32 is not one third.
     """
     along = np.arange(width)
     firsts = np.cumsum(sizes) - sizes
     places = firsts[:, None] + np.minimum(along, sizes[:, None] - 1)
-    each = 1.0 / sizes[:, None] if weight is None else weight
-    return torch.from_numpy(places), torch.from_numpy(np.where(along < sizes[:, None], each, 0.0))
-
-
-def _listed(shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes)
+    weights = np.where(along < sizes[:, None], 1.0 / sizes[:, None], 0.0)
+    return torch.from_numpy(places), torch.from_numpy(weights)
 
 
 Relation = Literal["add_or_remove_one", "replace_one", "zero_out"]

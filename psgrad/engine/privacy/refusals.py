@@ -27,8 +27,8 @@ def require_small_delta(delta: float, records: int, key: str = "privacy.delta") 
         f"{key} is {delta:g}, and the dataset has {records} records; expected less than 1 / {records} ="
         f" {1 / records:.3g}",
         hint=(
-            "with such a delta it would be within the guarantee to publish one record, picked at"
-            f" random, as it is; set {key} well below that, such as {_power_of_ten_below(0.1 / records)}"
+            "with such a delta a record could be published as it is; set"
+            f" {key} well below that, such as {_power_of_ten_below(0.1 / records)}"
         ),
     )
 
@@ -46,18 +46,12 @@ def require_expected_batch_size(expected_batch_size: float, sampling: Sampling, 
             sampling.sample_rate * records,
             f"sample_rate {sampling.sample_rate:g} of {records} records",
         )
-        if sampling.max_batch_size is not None and sampling.max_batch_size < size:
-            size, how = float(sampling.max_batch_size), f"max_batch_size {sampling.max_batch_size}"
     if size / _FACTOR <= expected_batch_size <= size * _FACTOR:
         return
     raise ConfigError(
         f"privacy.expected_batch_size is {expected_batch_size:g}, and batches will have about {size:.3g}"
         f" records ({how}); expected a number near that: it divides the noisy sum of every batch",
-        hint=(
-            "one of the two was not changed with the other, or rows were counted where a record is"
-            f" several of them; set privacy.expected_batch_size: {max(1, round(size))}, or correct the"
-            " sampling"
-        ),
+        hint=(f"set privacy.expected_batch_size: {max(1, round(size))}, or correct the sampling"),
     )
 
 
@@ -84,7 +78,7 @@ def require_tail(steps: Iterable[tuple[float, int]], delta: float) -> None:
         f"the noise multiplier is {least:g}: a record may move the sum by {1 / least:.3g} standard"
         f" deviations of the noise; expected noise whose tail is as accounted at delta {delta:g}; the"
         f" noise ends at {REACH:.3g} deviations",
-        hint=("a noise multiplier that is too small for any privacy; set a larger privacy.noise.multiplier"),
+        hint="set a larger privacy.noise.multiplier",
     )
 
 

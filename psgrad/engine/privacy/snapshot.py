@@ -37,7 +37,7 @@ class Snapshot:
         optimizer: the class of the optimiser, such as "torch.optim.sgd.SGD".
         trained: the names of the parameters in each of its groups, in its order.
         state: its state_dict.
-        metadata: public JSON values: the place in the ledger, the number of the step, an adaptive bound.
+        metadata: public JSON values: the place in the ledger, the number of the step.
     """
 
     tensors: dict[str, Tensor]

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.privacy.accounting import StepEvent, adaptive_multiplier
+from psgrad.engine.privacy.accounting import StepEvent
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordColumns
-from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
+from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import Sampling
-from psgrad.errors import ConfigError, one_line
+from psgrad.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,12 @@ class NoisySum:
         sums: name -> [*shape], the noisy sum of clipped gradients. Public, once it is paid for.
         sensitivity: how far one record can move the sum without noise, in L2.
         noise_std: the noise's standard deviation in every coordinate of the sum.
-        clipping: what each record was clipped to.
-        following: the bound for the next step, where it adapts; public too, as its count is noised.
         records: norms, losses and clipping factors of the batch. NOT PRIVATE.
     """
 
     sums: dict[str, Tensor]
     sensitivity: float
     noise_std: float
-    clipping: Clipping
-    following: AdaptiveBound | None
     records: RecordColumns
 
 
@@ -52,64 +48,29 @@ def private_sum(
     noise: Noise,
     relation: Relation,
     generator: Generator,
-    *,
-    adaptive: AdaptiveBound | None = None,
-    expected_batch_size: float | None = None,
 ) -> NoisySum:
     """The clipped sum of the source's batch plus noise of standard deviation `noise.multiplier *
     clipping.sensitivity(relation)`.
 
-    Args:
-        adaptive: makes the bound of `clipping` follow a quantile of the norms. `noise.multiplier` is then
-            what the step costs in all: a part of it goes to the count of the norms below the bound, and the
-            sum gets a little more noise in turn.
-        expected_batch_size: the public divisor of that count; needed with `adaptive`.
-
     Nothing is paid for here: `PrivateTraining` has its ledger's line before the noise.
     """
-    clipping, noise = sharing_with_count(clipping, noise, adaptive)
     clipped = source(clipping)
     clipped = replace(clipped, sums=dict(clipped.sums))  # the source may keep its own
-    return _noised(clipped, clipping, noise, relation, generator, adaptive, expected_batch_size)
+    return _noised(clipped, clipping, noise, relation, generator)
 
 
 def _noised(
-    clipped: ClippedSum,
-    clipping: Clipping,
-    noise: Noise,
-    relation: Relation,
-    generator: Generator,
-    adaptive: AdaptiveBound | None,
-    expected_batch_size: float | None,
+    clipped: ClippedSum, clipping: Clipping, noise: Noise, relation: Relation, generator: Generator
 ) -> NoisySum:
     """What is released of a clipped sum. Its tensors leave it one by one, so that each is freed when its
     noisy one is computed.
     """
-    if adaptive is not None and expected_batch_size is None:
-        raise ValueError("an adaptive bound needs expected_batch_size, the public divisor of its count")
     sensitivity = clipping.sensitivity(relation)
     sums: dict[str, Tensor] = {}
     for names in _pieces(clipped.sums):
         piece = {name: clipped.sums.pop(name) for name in names}
         sums |= noise.add(piece, clipping, relation, generator)
-    following = adaptive
-    if adaptive is not None and expected_batch_size is not None:
-        following = adaptive.next(clipped.records.counted, expected_batch_size, relation, generator)
-    deviation = noise.standard_deviation(sensitivity)
-    return NoisySum(sums, sensitivity, deviation, clipping, following, clipped.records)
-
-
-def sharing_with_count(
-    clipping: Clipping, noise: Noise, adaptive: AdaptiveBound | None
-) -> tuple[Clipping, Noise]:
-    """Clipping and noise of a sum beside which an adaptive bound's count is released: its bound, and the
-    noise that the count leaves.
-    """
-    if adaptive is None:
-        return clipping, noise
-    return clipping.with_bound(adaptive.bound), replace(
-        noise, multiplier=adaptive_multiplier(noise.multiplier, adaptive.count_multiplier)
-    )
+    return NoisySum(sums, sensitivity, noise.standard_deviation(sensitivity), clipped.records)
 
 
 # Numbers that get their noise at a time: few enough that their noise and the sums without it, which are in
@@ -145,7 +106,6 @@ class PrivateTraining:
             changes.
         source: record numbers of a batch, sorted, to its gradients.
         records: how many records there are.
-        noise: step number t = 0, 1, ... to its noise, whose multiplier the step is accounted with.
         optimizer: over these parameters and no others, from torch.optim.
         taken: steps that were taken before.
 
@@ -159,31 +119,23 @@ class PrivateTraining:
         records: int,
         *,
         clipping: Clipping,
-        noise: Callable[[int], Noise],
+        noise: Noise,
         sampling: Sampling,
         relation: Relation,
         expected_batch_size: float,
         optimizer: torch.optim.Optimizer,
         generator: Generator,
-        adaptive: AdaptiveBound | None = None,
         taken: int = 0,
     ) -> None:
         _require_no_others(optimizer, parameters)
         self.parameters, self.source, self.records = dict(parameters), source, records
         self.clipping, self.noise, self.sampling, self.relation = clipping, noise, sampling, relation
         self.expected_batch_size, self.optimizer, self.generator = expected_batch_size, optimizer, generator
-        self.adaptive, self.taken = adaptive, taken
+        self.taken = taken
 
     def event(self) -> StepEvent:
-        """The cost of the next step."""
-        noise = self.noise(self.taken)
-        return StepEvent(noise.multiplier, self.sampling, self.relation)
-
-    def mechanism(self) -> tuple[Clipping, Noise]:
-        """The clipping of the next step, and the noise on its sum: with an adaptive bound its own bound, and
-        the noise that the count leaves.
-        """
-        return sharing_with_count(self.clipping, self.noise(self.taken), self.adaptive)
+        """The cost of a step."""
+        return StepEvent(self.noise.multiplier, self.sampling, self.relation)
 
     def draw(self) -> np.ndarray:
         """The numbers of the next step's records, sorted; possibly none."""
@@ -191,15 +143,11 @@ class PrivateTraining:
 
     def clipped(self, records: np.ndarray) -> ClippedSum:
         """The sum of these records' clipped gradients. It is to be paid for before it gets noise."""
-        clipping, _ = self.mechanism()
-        return self.source(records)(clipping)
+        return self.source(records)(self.clipping)
 
     def noised(self, clipped: ClippedSum) -> NoisySum:
         """The clipped sum with the step's noise. Its tensors are gone from `clipped` then."""
-        clipping, noise = self.mechanism()
-        return _noised(
-            clipped, clipping, noise, self.relation, self.generator, self.adaptive, self.expected_batch_size
-        )
+        return _noised(clipped, self.clipping, self.noise, self.relation, self.generator)
 
     def update(self, noisy: NoisySum) -> None:
         """The optimiser's step on the noisy sums, divided by the expected batch size. They are gone from
@@ -209,7 +157,6 @@ class PrivateTraining:
             parameter.grad = noisy.sums.pop(name).div_(self.expected_batch_size).to(parameter.dtype)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.adaptive = noisy.following
         self.taken += 1
 
     def step(self, pay: Callable[[StepEvent], None] = lambda _: None) -> NoisySum:
@@ -236,12 +183,8 @@ def _require_no_others(optimizer: torch.optim.Optimizer, parameters: Mapping[str
     if others:
         raise ConfigError(
             f"the optimiser has {len(others)} trainable parameters that are not among those of the private"
-            " training; expected the same parameters in both: what else the optimiser changes, it changes"
-            " by gradients without noise",
-            hint=(
-                "an optimiser over all of a model's parameters, of which some are trained privately, or"
-                " over copies; make the optimiser of parameters.values(), after the others were frozen"
-            ),
+            " training: it would change them by gradients without noise",
+            hint="make the optimiser of parameters.values(), after the others were frozen",
         )
 
 
@@ -258,12 +201,10 @@ def make_optimizer(
         close = [other for other in names if other.lower() == name.lower()] or difflib.get_close_matches(
             name, names, n=1
         )
+        meant = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(
-            one_line(
-                f"privacy.optimizer: torch.optim has no optimiser {name!r}"
-                + (f"; did you mean {close[0]}?" if close else ""),
-                f"expected one of {', '.join(names)}",
-            ),
+            f"privacy.optimizer: torch.optim has no optimiser {name!r}{meant}; expected one of"
+            f" {', '.join(names)}"
         )
     trained = list(parameters)
     try:
@@ -274,9 +215,8 @@ def make_optimizer(
     except Exception as error:  # arguments are checked in as many ways as there are optimisers
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
-            f"privacy.optimizer: {name} does not take {dict(kwargs)}: {first_line}; expected the arguments"
-            f" of torch.optim.{name}, such as lr",
-            hint="correct privacy.optimizer.kwargs",
+            f"privacy.optimizer: {name} does not take {dict(kwargs)}: {first_line}",
+            hint=f"correct privacy.optimizer.kwargs: the arguments of torch.optim.{name}, such as lr",
         ) from error
     return optimizer
 

@@ -104,12 +104,10 @@ class Unchanged:
         if changed:
             raise ModelError(
                 f"the model or the loss wrote into {changed[0]} while records were computed; nothing was"
-                " paid for or released; expected a gradient of each record that depends on no other"
-                " record",
+                " paid for or released",
                 hint=(
-                    "a running statistic, a memory of what was seen, a cache that grows, or a first"
-                    " pass that sets the model up from the data; compute it from what is public, or"
-                    " keep nothing from one call to the next"
+                    "keep nothing from one call to the next (a running statistic, a memory, a cache), or"
+                    " compute it from what is public"
                 ),
             )
 

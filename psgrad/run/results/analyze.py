@@ -109,7 +109,8 @@ class AnalyzeResult(ShortRepr):
     first ranks, largest norm first; empty if the config leaves inputs out. `measures` are the configured
     ones, by name. `check` is the gate's verdict, with all findings. `vocabulary` has the text of each id in
     maps of attribution, if the dataset has one; `special_tokens` are those of them that are no part of a
-    text.
+    text. `issues` has a row a sample with `is_<type>_issue` and `<type>_score` from 0 to 1, where low is bad;
+    `issue_summary` a row a type.
 
     `manifest` is what manifest.json holds.
     """
@@ -124,6 +125,8 @@ class AnalyzeResult(ShortRepr):
     check: CheckResult | None = None
     vocabulary: Mapping[int, str] = field(default_factory=dict)
     special_tokens: frozenset[int] = frozenset()
+    issues: pd.DataFrame | None = None
+    issue_summary: pd.DataFrame | None = None
 
 
 def top_samples(frame: pd.DataFrame, n: int) -> pd.DataFrame:

@@ -154,7 +154,6 @@ class Comparison(ShortRepr):
             `list` says whether the sample entered or left the review list, or the outliers.
         groups: one row for each group of the common samples: group, samples, spearman, median_a, median_b,
             entered, left; empty without groups.
-        common: score_a and score_b of the common samples, for the plot.
         warnings: what makes the two hard to compare.
     """
 
@@ -166,5 +165,4 @@ class Comparison(ShortRepr):
     spearman: float | None
     changes: pd.DataFrame
     groups: pd.DataFrame
-    common: pd.DataFrame
     warnings: tuple[str, ...] = ()

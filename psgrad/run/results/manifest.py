@@ -303,7 +303,6 @@ class RunManifest:
     command: str | None = None
     created: str | None = None
     command_line: str | None = None
-    revision: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     config_folder: str = "."
     versions: dict[str, str] = field(default_factory=dict)

@@ -34,10 +34,9 @@ class StepStatement:
 
     guarantee says in a sentence what is promised, of the other fields. Epsilons are None where there is none
     to state; `why_not` then has the reason under the same key, and `accounting_notes` what makes one larger
-    than it need be. noise_multiplier: what the latest step is accounted with. noise_std: the standard
-    deviation of its noise on the sum, which is noise_multiplier times `sensitivity`, and more where the bound
-    adapts. rounding: `grid`, of which the latest step's released numbers are multiples (None without noise),
-    `formula`, from which it follows, and `residual_epsilon`, what floating point may add to epsilon. unit: a
+    than it need be. noise_std: the standard deviation of the noise on the sum, noise_multiplier times
+    `sensitivity`. rounding: `grid`, of which released numbers are multiples (None without noise), `formula`,
+    from which it follows, and `residual_epsilon`, what floating point may add to epsilon. unit: a
     part of a sentence, "one row". trainable: {"parameters", "tensors", "of_parameters"}. budget: {"id",
     "epsilon", "delta"} of all runs on the data, None without one. assumptions: see `assumptions_of`.
     model_sha256: of public/model.safetensors.
@@ -64,9 +63,7 @@ class StepStatement:
     generator: str
     insecure_deterministic: bool
     clipping: dict[str, Any]
-    adaptive: dict[str, Any] | None
     sampling: dict[str, Any]
-    schedule: dict[str, Any]
     optimizer: dict[str, Any]
     trainable: dict[str, int]
     target_epsilon: float | None
@@ -99,7 +96,7 @@ def assumptions_of(step: Mapping[str, Any]) -> list[dict[str, str]]:
     kernels = (
         "each record is computed by itself" if alone else "no place in a chunk moves a record over a kink"
     )
-    mixing = f"no layer, loss, dataset or augmentation mixes records; {preflight}"
+    mixing = f"no layer, loss or dataset mixes records; {preflight}"
     each = [
         ("contribution", True, "a record's clipped gradient has norm at most C (1 - margin), in float64"),
         ("independence", True, "parameters, buffers and values of the modules stay as they were"),
@@ -151,7 +148,7 @@ class DPStepResult(ShortRepr):
 class NoisePlan(ShortRepr):
     """The cost of one noise multiplier over all planned steps; None where an accountant gives no result.
 
-    `noise_std` is the standard deviation on the sum, of the first step.
+    `noise_std` is the standard deviation on the sum.
     `configured` marks the multiplier of the config, or of its target epsilon.
     """
 
@@ -169,8 +166,8 @@ class DPPlanResult(ShortRepr):
     multiplier first.
 
     `setting` holds the keys of STEP_KEYS that are known before a run: planned_steps, delta, relation, unit,
-    scheme, sampling, sample_rate, sensitivity, expected_batch_size, mechanism, schedule, target_epsilon,
-    why_not. `plot` is where the figure was written.
+    scheme, sampling, sample_rate, sensitivity, expected_batch_size, mechanism, target_epsilon, why_not.
+    `plot` is where the figure was written.
     """
 
     rows: list[NoisePlan]

@@ -110,27 +110,6 @@ def test_calibration_least_squares_default_is_exact() -> None:
         np.testing.assert_allclose(result[row], truth, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.long
-def test_calibration_default_of_dual_solver_equals_exact() -> None:
-    torch.manual_seed(0)
-    inputs, targets = torch.randn(30, 6, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
-    model = linear(ridge(inputs, targets, 30 * 0.1))
-    training = examples(model, squared_error, inputs, targets)
-    queries = examples(
-        model, squared_error, torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
-    )
-    dual, exact = (fit(Influence(weight_decay=0.1, solver=solver), training) for solver in ("dual", "exact"))
-    assert dual.calibrated
-    np.testing.assert_allclose(scores(dual, queries), scores(exact, queries), rtol=1e-8, atol=1e-10)
-
-
-def test_calibration_fewer_rows_than_parameters_keep_their_damping() -> None:
-    inputs, targets = torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
-    fitted = fit(Influence(), examples(linear(ridge(inputs, targets, 1e-3)), squared_error, inputs, targets))
-    assert fitted.facts["damping"] > 0
-    assert not fitted.calibrated
-
-
 def test_calibration_newton_decrement() -> None:
     """Of least squares with a weight decay, at weights that are no minimum: both numbers by numpy, to the
     last digits.

@@ -16,7 +16,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.curvature.kronecker_blocks import Multiplied
 from psgrad.engine.influence.method import Checkpoint, Preconditioned
 from psgrad.engine.influence.methods.ekfac import EKFAC, KroneckerFactored
-from psgrad.errors import ConfigError, InfluenceError
+from psgrad.errors import InfluenceError
 from tests.engine.influence.kronecker_blocks import Tied, blocks_of, dense, scores
 from tests.engine.influence.problems import (
     classified,
@@ -192,11 +192,6 @@ def test_ekfac_exact_blocks_up_to_a_size() -> None:
         assert [told for told in blocks.values() if "exact" in told] == [
             f"exact, {size} x {size}" for size in exact
         ]
-
-
-def test_ekfac_exact_blocks_negative_refused() -> None:
-    with pytest.raises(ConfigError, match=r"exact_blocks is -1(?s:.*)0 for none"):
-        EKFAC(exact_blocks=-1)
 
 
 def test_ekfac_weight_used_in_slices() -> None:

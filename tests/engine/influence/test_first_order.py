@@ -182,17 +182,6 @@ def test_first_order_tracin_without_a_learning_rate_is_refused(data: Any) -> Non
     assert "influence.checkpoints" in str(refusal.value)
 
 
-def test_first_order_other_measurement_of_same_rows(data: Any) -> None:
-    model = network()
-    training, _ = both(model, data, chunk_size=4)
-    result = training.with_scalar(lambda output, target: output[target] ** 2).materialise()
-    for row, (x, y) in enumerate(zip(*data[:2], strict=True)):
-        gradients = torch.autograd.grad(model(x[None])[0, y] ** 2, list(model.parameters()))
-        torch.testing.assert_close(
-            result[row], torch.cat([g.flatten() for g in gradients]), rtol=1e-10, atol=1e-12
-        )
-
-
 def test_first_order_nonfinite_rows_refused(data: Any) -> None:
     from psgrad.engine.influence.method import row_norms
 

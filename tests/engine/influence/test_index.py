@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.index import index_rows, stored_index
+from psgrad.engine.influence.index import stored_index
 from psgrad.engine.influence.index.build import build_index, from_index
 from psgrad.engine.influence.index.estimators import FittedRows
 from psgrad.engine.influence.index.index_rows import RowBlock
@@ -26,7 +26,7 @@ from psgrad.engine.influence.index.stored_index import IndexSpec, StoredRows, de
 from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
-from psgrad.errors import ConfigError, InfluenceError, OutputError
+from psgrad.errors import InfluenceError, OutputError
 from psgrad.run.gradient_index import GradientIndex
 from tests.crashes import Tell, in_a_child
 from tests.engine.influence.problems import cross_entropy, examples
@@ -286,13 +286,6 @@ def test_index_resume_rebuilds_lost_shards(tmp_path: Path) -> None:
     assert max(reads) <= (6, 8)  # at most one chunk is read ahead
 
 
-def test_index_progress(tmp_path: Path) -> None:
-    training, _ = both(network())
-    told: list[tuple[int, int]] = []
-    built(tmp_path, EXACT, training, training, progress=lambda done, of: told.append((done, of)))
-    assert told == [(done, 2 * N) for done in (0, 5, 10, 13, 18, 23, 26)]
-
-
 def test_index_nonfinite_rows(tmp_path: Path) -> None:
     x, y, xq, yq = data()
     x[[2, 11]] = torch.inf
@@ -352,55 +345,3 @@ def test_index_second_moment_limit(tmp_path: Path) -> None:
     assert by_index(GradientDot(), store, queries).isfinite().all()
     with pytest.raises(InfluenceError, match="keeps no second moment of so many"):
         from_index(TRAK(), store).fit(training, Checkpoint())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"projection": "dct"},
-        {"dtype": "int4"},
-        {"features": "logit"},
-        {"dimension": 0},
-        {"rows_per_shard": True},
-    ],
-)
-def test_index_wrong_spec_is_refused(options: Any) -> None:
-    with pytest.raises(ConfigError, match="an index with"):
-        IndexSpec(**options)
-
-
-def test_index_description_differs_by_run(tmp_path: Path) -> None:
-    training, _ = both(network())
-    store = built(tmp_path, EXACT, training)
-    for other in (
-        describe(
-            IndexSpec(dtype="float64", features="margin", projection="sparse", rows_per_shard=5),
-            training,
-            {"data": "d"},
-        ),
-        describe(EXACT, training, {"data": "e"}),
-        describe(EXACT, training, {"data": "d"}, 2),
-        describe(EXACT, examples(network(), cross_entropy, *data()[2:]), {"data": "d"}),
-    ):
-        with pytest.raises(OutputError, match="is of something else"):
-            store.require(other)
-    store.require(describe(EXACT, training, {"data": "d"}))
-
-
-def test_index_memory_independent_of_rows(tmp_path: Path) -> None:
-    # what is read at once, counted at the store
-    training, queries = both(network(), chunk_size=3)
-    store = built(tmp_path, IndexSpec(dimension=8, rows_per_shard=4), training)
-    most: list[int] = []
-    honest = store.blocks
-
-    def counted(checkpoint: int, many: int, names: Any = None, *places: int) -> Any:
-        for start, arrays in honest(checkpoint, many, names, *places):
-            most.extend([len(arrays["rows"])] if names is None else [])
-            yield start, arrays
-
-    with patch.object(stored_index, "BLOCK", 16), patch.object(store, "blocks", counted):
-        by_index(ProjectedInfluence(), store, queries)
-    assert max(most) == 2
-    assert sum(most) == N
-    assert index_rows.BLOCK // 2048 >= 1024  # and usually some thousand rows

@@ -18,9 +18,7 @@ from tests.engine.influence.problems import (
     cross_entropy,
     examples,
     gauss_newton,
-    gradient_rows,
     mlp,
-    squared_error,
 )
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -125,17 +123,6 @@ def test_kronecker_tied_table_basis() -> None:
         assert torch.allclose(turned, turned.diagonal().diag(), atol=1e-12 * float(moment.detach().trace()))
 
 
-def test_kronecker_exact_for_one_layer_squared_error() -> None:
-    """All outputs have the same curvature, so that the matrix is a Kronecker product."""
-    inputs = torch.randn(20, 6, dtype=torch.float64)
-    targets = torch.randn(20, 3, dtype=torch.float64)
-    model = nn.Linear(6, 3).double()
-    training = examples(model, squared_error, inputs, targets)
-    blocks = fit_blocks(gauss_newton_rows(training), 20)
-    expected = gauss_newton(model, squared_error, inputs, targets) / 20
-    assert np.abs(dense(blocks, training.flat) - expected).max() < 1e-11 * np.abs(expected).max()
-
-
 def test_kronecker_exact_for_one_sample() -> None:
     inputs, labels = classified(1)
     model = mlp()
@@ -145,16 +132,6 @@ def test_kronecker_exact_for_one_sample() -> None:
     for owner in ("0", "2"):
         own = np.r_[training.flat.columns[f"{owner}.weight"], training.flat.columns[f"{owner}.bias"]]
         assert np.abs((result - expected)[np.ix_(own, own)]).max() < 1e-12 * np.abs(expected).max()
-
-
-def test_kronecker_block_without_factors() -> None:
-    inputs, labels = classified(9)
-    model = Bare().double()
-    training = examples(model, cross_entropy, inputs, labels)
-    rows = gradient_rows(model, cross_entropy, inputs, labels)
-    own = training.flat.columns["scale"]
-    expected = rows[:, own].T @ rows[:, own] / 9
-    assert np.abs(dense(fit_blocks(training, 9), training.flat)[own, own] - expected).max() < 1e-13
 
 
 @pytest.mark.long
@@ -190,12 +167,6 @@ def test_kronecker_sampled_rows_seed() -> None:
         assert torch.allclose(of[size, 0], of[7, 0], rtol=0, atol=1e-13)
     assert (of[7, 0] - of[7, 1]).abs().max() > 0.01
     assert (of[7, 0][::2] - of[7, 0][1::2]).abs().max() > 0.01
-
-
-def test_kronecker_large_output_refused() -> None:
-    inputs, labels = classified(3)
-    with pytest.raises(InfluenceError, match=r"output has 129 numbers(?s:.*)fisher: sampled"):
-        fisher_rows(examples(mlp(0, (6, 129)), cross_entropy, inputs, labels), None, 0)
 
 
 def test_kronecker_nonfinite_gradients_refused() -> None:

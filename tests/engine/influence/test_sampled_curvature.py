@@ -119,13 +119,6 @@ def test_sampled_curvature_single_checkpoint_is_said(of: int) -> None:
     assert any("average out over several checkpoints" in each for each in said) == (of == 1)
 
 
-def test_sampled_curvature_affine_model_has_the_damping_of_networks() -> None:
-    model, (inputs, target) = nn.Linear(6, 3).double(), classified(N)
-    fitted = fit(Influence("sampled", weight_decay=0.1), examples(model, cross_entropy, inputs, target))
-    assert fitted.facts["damping"] > 0
-    assert not fitted.calibrated
-
-
 def test_sampled_curvature_refuses_conjugate_gradients() -> None:
     with pytest.raises(ConfigError, match="the conjugate_gradient solver has no sampled rows"):
         Influence("sampled", "conjugate_gradient")

@@ -10,9 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
-from psgrad.engine.influence.curvature.kronecker_blocks import Multiplied
 from psgrad.engine.influence.curvature.separable import APART, Separable
-from psgrad.engine.influence.methods.ekfac import BlockProducts
 from tests.engine.influence.problems import classified, cross_entropy, examples
 from tests.engine.influence.rows_of_gradients import matrix_of
 from tests.engine.influence.test_ekfac import fitted
@@ -106,16 +104,3 @@ def test_ekfac_scores_through_separable_inverses(damping: float, monkeypatch: py
     assert used
     monkeypatch.setattr(Separable, "of", lambda *_: None)
     assert_close(found, scores(damping))
-
-
-def test_ekfac_queries_taken_as_factors_are_multiplied_for_other_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As a training gradient that is a sum of outer products needs it."""
-    expected = scores(1e-1)
-    monkeypatch.setattr(BlockProducts, "_factors", None)
-    multiplied: list[int] = []
-    inner = Multiplied.inner
-    monkeypatch.setattr(Multiplied, "inner", lambda *each: multiplied.append(1) or inner(*each))
-    assert_close(scores(1e-1), expected)
-    assert multiplied

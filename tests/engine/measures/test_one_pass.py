@@ -165,16 +165,6 @@ def test_measures_norms_by_layer() -> None:
     np.testing.assert_allclose(table["mean"], means, rtol=1e-10)
 
 
-def test_measures_many_layers_are_an_array() -> None:
-    rows = classifier(5)
-    result = measured(rows, lambda: [LayerNorms(per="parameter", columns_up_to=5)], 2)
-    g = rows.loop()
-    expected = np.stack([np.linalg.norm(g[:, columns], axis=1) for columns in places(rows).values()], 1)
-    np.testing.assert_allclose(result.gathered["layer_norms"].arrays["layer_norms"], expected, rtol=1e-6)
-    assert result.gathered["layer_norms"].numbers["layers"] == list(places(rows))
-    assert not [name for name in result.rows if name.startswith("layer_norm.")]
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_measures_signal_and_noise(dtype: torch.dtype, tolerance: float) -> None:
     rows = classifier(30, dtype)
@@ -182,7 +172,7 @@ def test_measures_signal_and_noise(dtype: torch.dtype, tolerance: float) -> None
     rows.model.to(dtype)
     result = measured(rows, lambda: [SignalToNoise(), NoiseScale(resamples=0)], 7).gathered
     table = result["signal_to_noise"].tables["parameters"]
-    for place, (name, columns) in enumerate(places(rows).items()):
+    for place, columns in enumerate(places(rows).values()):
         square_mean, noise = exact.noise(columns)
         assert table["signal"][place] == pytest.approx(square_mean, rel=tolerance, abs=tolerance * noise)
         assert table["noise"][place] == pytest.approx(noise, rel=tolerance)

@@ -17,14 +17,6 @@ def fixed(multiplier: float, relation: Any = "replace_one") -> StepEvent:
     return StepEvent(multiplier, Sampling("fixed", batch_size=32), relation)
 
 
-def truncated(multiplier: float, rate: float, limit: int, size: int, relation: Any = "zero_out") -> StepEvent:
-    return StepEvent(
-        multiplier,
-        Sampling("truncated_poisson", sample_rate=rate, max_batch_size=limit, dataset_size=size),
-        relation,
-    )
-
-
 def gaussian_delta(epsilon: float, distance: float) -> float:
     """delta of a Gaussian whose mean moves by `distance` standard deviations: Balle and Wang, arXiv
     1805.06530, theorem 8.

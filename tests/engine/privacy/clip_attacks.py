@@ -176,7 +176,7 @@ def contribution(
 def clippings(names: list[str]) -> Iterator[Clipping]:
     yield Clipping.flat(names, 1.0)
     yield Clipping.per_parameter(names, 0.3)
-    yield Clipping.per_layer(names, 2.0, rule="automatic", stability=1e-3)
+    yield Clipping.per_layer(names, 2.0, rule="automatic")
 
 
 def ascend(kind: Kind, params: Params, record: Inputs, steps: int) -> Iterator[Inputs]:

@@ -15,23 +15,19 @@ from hypothesis import strategies as st
 
 from psgrad.engine.privacy.accounting import (
     StepEvent,
-    adaptive_multiplier,
     epsilon_pld,
     epsilon_rdp,
     event_of,
     merged,
 )
-from psgrad.engine.privacy.clipping import AdaptiveBound
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.errors import ConfigError
-from tests.engine.privacy.accountants import fixed, poisson, truncated
+from tests.engine.privacy.accountants import fixed, poisson
 
 EVENTS = [
     poisson(1.1, 0.0712),
     poisson(1.1, 0.0712, "zero_out"),
     poisson(0.7, 1.0, "replace_one"),
-    truncated(1.0, 0.01, 140, 10_000),
-    truncated(1.0, 0.01, 140, 10_000, "replace_one"),
     fixed(3.0),
     fixed(3.0, "zero_out"),
     poisson(0.0, 0.3),
@@ -61,12 +57,10 @@ def test_step_event_round_trip_precision(multiplier: float, rate: float) -> None
 
 
 def test_step_event_line_fields() -> None:
-    assert truncated(1.0, 0.01, 140, 10_000).line() == {
+    assert poisson(1.0, 0.01, "zero_out").line() == {
         "noise_multiplier": 1.0,
-        "scheme": "truncated_poisson",
+        "scheme": "poisson",
         "sample_rate": 0.01,
-        "max_batch_size": 140,
-        "dataset_size": 10_000,
         "relation": "zero_out",
         "mechanism": "gaussian",
     }
@@ -81,7 +75,7 @@ def test_step_event_missing_field_refused(missing: str) -> None:
 
 
 def test_step_event_contradictory_line_refused() -> None:
-    with pytest.raises(ConfigError, match="batch_size is given, and poisson sampling has none"):
+    with pytest.raises(ConfigError, match="batch_size is given, and is none of poisson sampling"):
         event_of(poisson(1.0, 0.1).line() | {"batch_size": 32})
     with pytest.raises(ConfigError, match="the sampling scheme is 'shuffled'"):
         event_of(poisson(1.0, 0.1).line() | {"scheme": "shuffled"})
@@ -109,10 +103,6 @@ def library_epsilons(lines: list[dict[str, Any]], delta: float) -> tuple[float |
     relation = relations[lines[0]["relation"]]
 
     def event(line: dict[str, Any], multiplier: float) -> Any:
-        if line["scheme"] == "truncated_poisson":
-            return dpa.TruncatedSubsampledGaussianDpEvent(
-                line["dataset_size"], line["sample_rate"], line["max_batch_size"], multiplier
-            )
         gaussian = dpa.GaussianDpEvent(multiplier)
         return (
             gaussian
@@ -154,8 +144,6 @@ def library_epsilons(lines: list[dict[str, Any]], delta: float) -> tuple[float |
             (poisson(2.0, 0.04, "zero_out"), 3),
         ],
         [(poisson(1.5, 0.02, "replace_one"), 100)],
-        [(truncated(4.0, 0.02, 110, 5_000), 100)],
-        [(truncated(2.0, 0.02, 110, 5_000, "replace_one"), 100)],
         [(fixed(20.0), 40), (fixed(25.0), 10)],
         [(fixed(20.0, "zero_out"), 40)],
     ],
@@ -194,10 +182,6 @@ def test_step_event_invalid_multiplier_refused(multiplier: Any) -> None:
             lambda: fixed(1.0, "add_or_remove_one"),
             "no accountant covers fixed sampling under add_or_remove_one",
         ),
-        (
-            lambda: truncated(1.0, 0.1, 10, 50, "add_or_remove_one"),
-            "no accountant covers truncated_poisson sampling under add_or_remove_one",
-        ),
         (lambda: poisson(1.0, 0.1, "add_one"), "the relation is 'add_one'"),
     ],
 )
@@ -232,30 +216,6 @@ def test_step_event_two_relations_refused() -> None:
 def test_step_event_delta_range(accountant: Any, delta: Any) -> None:
     with pytest.raises(ConfigError, match=r"delta is .*; expected a number above 0 and below 1"):
         accountant([(poisson(1.0, 0.1), 1)], delta)
-
-
-# -- an adaptive bound's share -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one", "zero_out"])
-@given(multiplier=st.floats(0.1, 5.0), room=st.floats(1.01, 50.0))
-def test_step_event_sum_and_count_cost(relation: Any, multiplier: float, room: float) -> None:
-    bound = AdaptiveBound(1.0, count_multiplier=room * multiplier / 2)
-    of_sum = adaptive_multiplier(multiplier, bound.count_multiplier)
-    assert of_sum > multiplier
-    # One Gaussian release of both, each in units of its noise: how far a record moves it.
-    moved = math.hypot(1 / of_sum, bound.sensitivity(relation) / bound.standard_deviation(relation))
-    assert 1 / moved == pytest.approx(multiplier, rel=1e-9)
-
-
-@pytest.mark.parametrize("count_multiplier", [0.5, 0.25, 0.0])
-def test_step_event_count_multiplier_too_small_refused(count_multiplier: float) -> None:
-    with pytest.raises(ConfigError, match=r"the count's is .*; expected a count_noise_multiplier above half"):
-        adaptive_multiplier(1.0, count_multiplier)
-
-
-def test_step_event_zero_noise_shared() -> None:
-    assert adaptive_multiplier(0.0, 10.0) == 0.0
 
 
 def test_step_event_equality_and_hash() -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import scipy.stats
 import torch
@@ -292,22 +293,24 @@ def test_generator_that_cannot_be_seeded_is_refused() -> None:
         generators_of(Reader(np.random.Generator(Own())))
 
 
-def test_coins_of_an_augmentation_follow_from_the_secret_and_the_step() -> None:
+def test_coins_of_a_dataset_follow_from_the_secret_and_the_step() -> None:
     inputs, target = rows()
     model = nn.Linear(FEATURES, CLASSES)
     objective = Objective(model, F.cross_entropy)
+
+    def read(places: npt.NDArray[np.int64]) -> Block:
+        return Block((inputs * float(np.random.rand()),), target).at(places)
 
     def losses(seed: int, step: int) -> Tensor:
         np.random.seed(0)
         streams = RecordStreams(
             Records.of_rows(RECORDS),
-            Block((inputs,), target).at,
+            read,
             objective.loss,
             objective.params,
             lambda loss, read: Stream(loss, objective.params, read, chunk_size=3),
             coins=secret(seed),
-            augment=lambda x: x * float(np.random.rand()),
-            copies=2,
+            reads_by_code=True,
         )
         return streams.source(np.arange(RECORDS), step)(Clipping.flat(objective.params, 1.0)).records.losses
 

@@ -55,19 +55,6 @@ def test_individual_epsilon_of_a_replaced_record_counts_the_other_with_the_bound
     assert account.epsilons(1e-5) == pytest.approx([other, whole], rel=1e-9)
 
 
-def test_individual_epsilon_with_an_adaptive_bound_counts_the_count_in_full() -> None:
-    z, count = 1.5, 10.0
-    account = IndividualAccount(2, count_multiplier=count)
-    account.measure(np.array([0.4, 1.0]))
-    account.count(StepEvent(z, POISSON, "add_or_remove_one"), 20)
-    of_sum = (z**-2 - (2 * count) ** -2) ** -0.5
-    own = ((0.4 / of_sum) ** 2 + (2 * count) ** -2) ** -0.5
-    expected = [
-        epsilon_rdp([(StepEvent(each, POISSON, "add_or_remove_one"), 20)], 1e-5).value for each in (own, z)
-    ]
-    assert account.epsilons(1e-5) == pytest.approx(expected, rel=1e-9)
-
-
 def test_individual_epsilon_is_never_below_that_of_its_norm_and_grows_with_it() -> None:
     event, shares = StepEvent(1.0, POISSON, "add_or_remove_one"), np.random.default_rng(0).random(40)
     account = IndividualAccount(40)

@@ -32,7 +32,7 @@ from psgrad.engine.privacy.loop import PrivateParts, make_private
 from psgrad.engine.privacy.loop_optimizer import _rounded_up
 from psgrad.engine.privacy.rounding import grid_of
 from psgrad.errors import ConfigError, LedgerError
-from psgrad.run import Ledger
+from psgrad.run.ledger import Ledger
 from tests.engine.privacy.test_loop import dataset, network, trained
 
 PUBLIC: dict[str, Any] = {"sample_rate": 0.5, "expected_batch_size": 11.0}

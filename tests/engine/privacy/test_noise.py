@@ -161,10 +161,8 @@ def test_noise_device_of_released_tensors(device: torch.device) -> None:
 
 @pytest.mark.parametrize("multiplier", [-0.1, math.inf, math.nan])
 def test_noise_multiplier_refused(multiplier: float) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"the noise multiplier is {multiplier};"):
         Noise(multiplier)
-    assert caught.value.message == f"the noise multiplier is {multiplier}"
-    assert "target_epsilon" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

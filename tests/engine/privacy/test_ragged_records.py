@@ -133,20 +133,11 @@ def reader_of(ragged: Case, rows: Sequence[Row], owners: list[int], **options: A
     return RecordReader(records, lambda places: whole.at(places), **options)
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-def test_records_of_ragged_rows_have_the_mean_gradient_of_their_rows(copies: int) -> None:
+def test_records_of_ragged_rows_have_the_mean_gradient_of_their_rows() -> None:
     ragged = case("mean")
     rows = ragged.rows(LENGTHS)
     owners = [0, 1, 0, 2, 1, 0, 3, 2]
-    shapes: list[tuple[int, ...]] = []
-
-    def same(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        shapes.append(tuple(ids.shape))
-        assert bool(mask.all()), "an augmentation is given a row without padding"
-        return ids, mask
-
-    options = {} if copies == 1 else {"augment": same, "copies": copies}
-    reader = reader_of(ragged, rows, owners, **options)
+    reader = reader_of(ragged, rows, owners)
     reader.draw(np.arange(4))
     objective = ragged.objective
     stream = Stream(reader.loss_of(objective.loss), objective.params, reader, chunk_size=4, model_size=LARGE)
@@ -154,7 +145,6 @@ def test_records_of_ragged_rows_have_the_mean_gradient_of_their_rows(copies: int
     each = flat(ragged.gradients(rows))
     expected = torch.stack([each[[n for n, o in enumerate(owners) if o == own]].mean(0) for own in range(4)])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-    assert sorted(set(shapes)) == ([] if copies == 1 else sorted({(length,) for length in LENGTHS}))
 
 
 def test_records_of_rows_of_unequal_length_without_a_mask_are_refused() -> None:

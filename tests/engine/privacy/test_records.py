@@ -110,20 +110,19 @@ def test_records_units_independent() -> None:
 # -- The gradient of a record --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("combine", ["mean", "sum"])
 @pytest.mark.parametrize("name", NAMES)
-def test_records_gradient_sums_rows_before_clipping(name: str, combine: str) -> None:
+def test_records_gradient_sums_rows_before_clipping(name: str) -> None:
     architecture = ARCHITECTURES[NAMES.index(name)]
     model = architecture.build(dtype=torch.float64)
     inputs, target = architecture.batch(len(USERS), dtype=torch.float64)
     rows = whole(rows_gradients(model, architecture.loss, inputs, target))
     records = Records.of_units(USERS)
-    reader = RecordReader(records, taking(inputs, target), combine=combine)  # type: ignore[arg-type]
+    reader = RecordReader(records, taking(inputs, target))
     reader.draw([0, 2, 3, 1, 4])
     gradients = stream_of(Objective(model, architecture.loss), reader).gradients(0, 5)
 
     parts = [rows[records.rows_of(record)] for record in reader.drawn]
-    expected = torch.stack([part.mean(0) if combine == "mean" else part.sum(0) for part in parts])
+    expected = torch.stack([part.mean(0) for part in parts])
     assert (whole(gradients.materialise()) - expected).norm() <= 1e-10 * expected.norm()
     torch.testing.assert_close(gradients.square_norms(), expected.square().sum(1), rtol=1e-10, atol=0)
     factors = (1 / expected.norm(dim=1)).clamp(max=1)
@@ -242,109 +241,23 @@ def test_records_loss_without_aux() -> None:
     assert value.item() == 6.0
 
 
-# -- Augmentation --------------------------------------------------------------------------------------------
-
-
-def test_records_copies_averaged() -> None:
-    x, y = torch.randn(14, 3, dtype=torch.float64), torch.randn(14, 2, dtype=torch.float64)
-    model = nn.Linear(3, 2, dtype=torch.float64)
-    seen: list[Tensor] = []
-
-    def noisy(row: Tensor) -> Tensor:
-        seen.append(row + torch.randn(3, dtype=torch.float64))
-        return seen[-1]
-
-    for records, combine in (
-        (Records.of_rows(14), "mean"),
-        (Records.of_units(USERS), "mean"),
-        (Records.of_units(USERS), "sum"),
-    ):
-        seen.clear()
-        reader = RecordReader(records, taking((x,), y), combine=combine, augment=noisy, copies=3)  # type: ignore[arg-type]
-        reader.draw(range(4))
-        gradients = stream_of(Objective(model, nn.functional.mse_loss), reader).gradients(0, 4)
-        made = torch.stack(seen)
-        owner = np.concatenate(
-            [np.repeat(place, 3 * records.sizes[r]) for place, r in enumerate(reader.drawn)]
-        )
-        targets = torch.cat([y[np.repeat(records.rows_of(r), 3)] for r in reader.drawn])
-        each = rows_gradients(model, nn.functional.mse_loss, (made,), targets)["weight"]
-        assert len(made) == len(owner)
-        for place, record in enumerate(reader.drawn):
-            own = each[owner == place]
-            expected = own.mean(0) if combine == "mean" else own.reshape(-1, 3, 2, 3).mean(1).sum(0)
-            torch.testing.assert_close(
-                gradients.materialise()["weight"][place], expected, rtol=1e-10, atol=1e-12
-            )
-            assert len(own) == 3 * records.sizes[record]
-
-
-def test_records_one_copy_replaces_row() -> None:
-    reader = RecordReader(
-        Records.of_rows(3), taking((torch.arange(3.0)[:, None],), None), augment=lambda row: (row * 10,)
-    )
-    reader.draw([0, 2])
-    assert not reader.several
-    assert [x.tolist() for x in reader(0, 2).inputs] == [[[0.0], [20.0]]]
-
-
-def test_records_copy_leaves_row() -> None:
-    x = torch.ones(2, 3)
-    reader = RecordReader(
-        Records.of_rows(2), lambda rows: Block((x,), None), augment=lambda row: row.zero_(), copies=2
-    )
-    reader.draw([0, 1])
-    reader(0, 2)
-    assert x.sum() == 6
-
-
-@pytest.mark.parametrize(
-    ("augment", "expected"),
-    [
-        (lambda row: row.view(7), "my.py:crop raised RuntimeError: shape '[7]' is invalid"),
-        (
-            lambda row: None,
-            "my.py:crop returned NoneType; expected 1 tensors, as many as a row has inputs",
-        ),
-        (lambda row: (row, row), "my.py:crop returned Tensor, Tensor; expected 1 tensors"),
-        (
-            lambda row: row[: int(row[0])],
-            "my.py:crop returned the shapes [2], and [1] before; expected one shape for all copies",
-        ),
-    ],
-)
-def test_records_augmentation_refused(augment: Callable[..., Any], expected: str) -> None:
-    x = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
-    reader = RecordReader(Records.of_rows(2), taking((x,), None), augment=augment, source="my.py:crop")
-    reader.draw([0, 1])
-    with pytest.raises(DataError) as caught:
-        reader(0, 2)
-    assert expected in str(caught.value)
-
-
 # -- In a stream ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("combine", ["mean", "sum"])
 @pytest.mark.parametrize("name", NAMES)
-def test_records_clipping_of_users(name: str, combine: str) -> None:
+def test_records_clipping_of_users(name: str) -> None:
     architecture = ARCHITECTURES[NAMES.index(name)]
     model = architecture.build(dtype=torch.float64)
     inputs, target = architecture.batch(len(USERS), dtype=torch.float64)
     rows = rows_gradients(model, architecture.loss, inputs, target)
     records = Records.of_units(USERS, 4)
-    reader = RecordReader(records, taking(inputs, target), combine=combine)  # type: ignore[arg-type]
+    reader = RecordReader(records, taking(inputs, target))
     reader.draw([4, 1, 0, 3])
     result = stream_source(stream_of(Objective(model, architecture.loss), reader, chunk_size=3), 4)(
         Clipping.flat(rows, 0.3)
     )
 
-    users = torch.stack(
-        [
-            part.mean(0) if combine == "mean" else part.sum(0)
-            for part in (whole(rows)[records.rows_of(r)] for r in reader.drawn)
-        ]
-    )
+    users = torch.stack([part.mean(0) for part in (whole(rows)[records.rows_of(r)] for r in reader.drawn)])
     clipped = (users * (0.3 * (1 - MARGIN) / users.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
     summed = torch.cat([result.sums[name].flatten() for name in rows])
     assert (summed - clipped).norm() <= 1e-9 * clipped.norm()

@@ -35,8 +35,8 @@ def test_refusal_delta_above_one_over_records() -> None:
     assert caught.value.exit_code == EXIT_USAGE
     assert str(caught.value).splitlines() == [
         "privacy.delta is 0.001, and the dataset has 1000 records; expected less than 1 / 1000 = 0.001",
-        "  hint: with such a delta it would be within the guarantee to publish one record, picked at random,"
-        " as it is; set privacy.delta well below that, such as 1e-4",
+        "  hint: with such a delta a record could be published as it is; set privacy.delta well below that,"
+        " such as 1e-4",
     ]
 
 
@@ -53,7 +53,6 @@ def test_refusal_advised_delta_passes(delta: float, records: int) -> None:
 
 POISSON = Sampling("poisson", sample_rate=0.1)
 FIXED = Sampling("fixed", batch_size=64)
-TRUNCATED = Sampling("truncated_poisson", sample_rate=0.1, max_batch_size=50, dataset_size=1000)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,6 @@ TRUNCATED = Sampling("truncated_poisson", sample_rate=0.1, max_batch_size=50, da
         (201, POISSON, "is 201, and batches will have about 100 records"),
         (201, POISSON, "hint: set privacy.expected_batch_size: 100, or correct the sampling"),
         (20, FIXED, "batches will have about 64 records (batch_size 64)"),
-        (110, TRUNCATED, "batches will have about 50 records (max_batch_size 50)"),
     ],
 )
 def test_refusal_expected_batch_size_far_from_sampling(
@@ -76,7 +74,7 @@ def test_refusal_expected_batch_size_far_from_sampling(
 
 
 @pytest.mark.parametrize(
-    ("divisor", "sampling"), [(50, POISSON), (100, POISSON), (200, POISSON), (64, FIXED), (50, TRUNCATED)]
+    ("divisor", "sampling"), [(50, POISSON), (100, POISSON), (200, POISSON), (64, FIXED)]
 )
 def test_refusal_expected_batch_size_near_sampling_passes(divisor: float, sampling: Sampling) -> None:
     require_expected_batch_size(divisor, sampling, 1000)
@@ -281,7 +279,7 @@ def test_refusal_power_iteration_in_train_mode(old: bool) -> None:
     wrap = nn.utils.spectral_norm if old else parametrizations.spectral_norm
     message = refusal(Around(wrap(nn.Linear(6, 6))))
     assert "a forward pass changes middle." in message
-    assert "power iteration (spectral norm) in train mode" in message
+    assert "hint: set model.mode: eval" in message
 
 
 def test_refusal_parameter_changed_by_forward_pass() -> None:
@@ -477,4 +475,4 @@ def test_refusal_numpy_and_python_draws_pass() -> None:
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
     own = np.random.default_rng(0)
-    assert "a generator of random numbers of its own" in refusal(Around(Function(lambda x: x * own.random())))
+    assert "draw random numbers with torch" in refusal(Around(Function(lambda x: x * own.random())))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from psgrad.engine.privacy import rounding
 from psgrad.engine.privacy.batches import GradientSource, batch_source
 from psgrad.engine.privacy.box_muller import Use
-from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
+from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.rounding import grid_of, noisy, residual_epsilon, to_nearest
@@ -106,7 +106,7 @@ def weights_column(dtype: torch.dtype, seed: int, target: bool, generator: Gener
         lambda drawn: columns_source({"w": weights.detach()}, target, seed),
         21,
         clipping=Clipping.flat(["w"], 1.0),
-        noise=lambda step: Noise(MULTIPLIER),
+        noise=Noise(MULTIPLIER),
         sampling=EVERY,
         relation="add_or_remove_one",
         expected_batch_size=16.0,
@@ -230,19 +230,6 @@ def test_grid_of_refused(deviation: float) -> None:
         grid_of(deviation)
     assert "standard deviation" in caught.value.message
     assert caught.value.hint
-
-
-def test_adaptive_count_on_grid() -> None:
-    """The bound that follows tells the noisy count, which has no bits of the noise's own."""
-    adaptive = AdaptiveBound(1.0, learning_rate=1.0, count_multiplier=3.0)
-    grid = grid_of(adaptive.standard_deviation("add_or_remove_one"))
-    for seed in range(20):
-        below = torch.tensor([True, False, True])
-        drawn = normals(make_generator(seed=seed), 1).item()
-        count = round((0.5 + adaptive.standard_deviation("add_or_remove_one") * drawn) / grid) * grid
-        assert adaptive.next(below, 8.0, "add_or_remove_one", make_generator(seed=seed)) == adaptive.updated(
-            count, 8.0
-        )
 
 
 def test_residual_epsilon_grows_as_square_root() -> None:

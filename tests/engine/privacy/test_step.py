@@ -36,7 +36,7 @@ def training_of_the_head(optimizer_has_all: bool, frozen: bool) -> tuple[nn.Modu
         ),
         10,
         clipping=Clipping.flat(head, 1.0),
-        noise=lambda step: Noise(1.0),
+        noise=Noise(1.0),
         sampling=Sampling("poisson", sample_rate=0.5),
         relation="add_or_remove_one",
         expected_batch_size=5,

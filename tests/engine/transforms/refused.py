@@ -72,7 +72,7 @@ OTHERWISE = {
         "writes in place", "writes running statistics; `nn.functional.batch_norm` reads them"
     ),
     "nn.functional.batch_norm": Refusal(
-        "batch norm copy_", "in training mode it mixes samples, and writes running statistics"
+        "BatchNorm batch norm copy_", "in training mode it mixes samples, and writes running statistics"
     ),
 }
 

@@ -9,7 +9,7 @@ import pandas as pd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.run.results import (
+from psgrad.run.results.influence import (
     ALL_INDEX,
     SCORE_COLUMNS,
     carriers,

@@ -43,12 +43,8 @@ def _unreadable(path: Path, error: Exception) -> DataError:
     """The error for an npz file of which numpy reads no arrays."""
     if "allow_pickle" in str(error):
         return DataError(
-            f"{path} holds an array of Python objects, which is a pickle; it was not opened; expected"
-            " arrays of numbers, or of fixed-width text for ids",
-            hint=(
-                "rows of unequal length, or texts, put into one array; pad the rows to one length"
-                " before numpy.savez; save ids with numpy.array(ids, dtype=str)"
-            ),
+            f"{path} holds an array of Python objects, which is a pickle; it was not opened",
+            hint="pad rows to one length before numpy.savez; save ids with numpy.array(ids, dtype=str)",
         )
     return DataError(
         f"{path} is damaged: {error}; expected a whole npz archive",
@@ -95,8 +91,7 @@ def table_of_arrays(arrays: Mapping[str, npt.NDArray[Any]], path: Path) -> pa.Ta
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise DataError(
-            f"the columns of {path} have different numbers of rows: {listed}; expected one row per sample"
-            " in each",
+            f"the columns of {path} have different numbers of rows: {listed}",
         )
     return pa.table({name: _column(array, name) for name, array in arrays.items()})
 

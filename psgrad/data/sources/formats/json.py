@@ -41,11 +41,7 @@ def objects(path: Path) -> list[Object]:
         several = "Extra data" in str(error)
         raise DataError(
             f"{path} is no JSON: {error}; expected a list of objects",
-            hint=(
-                "an object in each line: name the file .jsonl"
-                if several
-                else "a file that was cut, or an object with a key twice"
-            ),
+            hint="with an object in each line, name the file .jsonl" if several else None,
         ) from error
     if isinstance(found, dict):
         found = found.get("data", found)
@@ -76,10 +72,7 @@ def _objects_by_line(path: Path) -> Iterator[Object]:
         except ValueError as error:
             raise DataError(
                 f"{path}, line {number} is no JSON: {error}; expected an object in each line",
-                hint=(
-                    "a file of one JSON value (name it .json), a line that was cut, or an object with a key"
-                    " twice"
-                ),
+                hint="name a file of one JSON value .json",
             ) from error
         if not isinstance(found, dict):
             raise DataError(

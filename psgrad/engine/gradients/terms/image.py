@@ -107,8 +107,8 @@ class Image(Term):
             coefficients, shared = found
             squares = shared.double().square().sum_to_size(coefficients.shape[1:])
             return (coefficients.double().square() * squares).flatten(1).sum(1)
-        if (found := self._masked_product) is not None:
-            product, shared = found
+        if (masked := self._masked_product) is not None:
+            product, shared = masked
             left, right = (factor.double().square().flatten(1) for factor in product.factors)
             return (left @ shared.double().square() * right).sum(1)
         return self.materialised_square_norms()
@@ -154,7 +154,7 @@ class Image(Term):
             left = left * coefficients.transpose(2, 3)
         else:
             right = right * coefficients
-        return replace(product, left=left, right=right).dot(shared.unsqueeze(0)).double()  # type: ignore[call-arg]
+        return replace(product, left=left, right=right).dot(shared.unsqueeze(0)).double()  # type: ignore[call-arg,type-var]
 
     @cached_property
     def _multiple(self) -> tuple[Placed, torch.Tensor] | None:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from psgrad.engine.execution.buckets import Added
+from psgrad.engine.execution.buckets import SumOverSamples
 from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
@@ -284,7 +284,7 @@ class PassProducts(CurvatureProducts):
         *,
         randomness: str,
         **_: Any,
-    ) -> Added:
+    ) -> SumOverSamples:
         """name -> [k, *shape]: the sum over a chunk's samples of their curvature times each of k vectors."""
         objective, over = self.training.objective, (0, None if target is None else 0)
 
@@ -305,7 +305,7 @@ class PassProducts(CurvatureProducts):
 
         if self.curvature == "hessian":
             total = grad(lambda params: losses(params).sum())
-            return Added(vmap(lambda vector: jvp(total, (params,), (vector,))[1])(vectors))
+            return SumOverSamples(vmap(lambda vector: jvp(total, (params,), (vector,))[1])(vectors))
         gauss_newton = self.curvature == "gauss_newton"
         function = outputs if gauss_newton else losses
         value, pull = vjp(function, params)
@@ -315,4 +315,4 @@ class PassProducts(CurvatureProducts):
             curved = weighted(jvp(slopes, (value,), (along,))[1]) if gauss_newton else along
             return pull(curved)[0]  # type: ignore[no-any-return]
 
-        return Added(vmap(product)(vectors))
+        return SumOverSamples(vmap(product)(vectors))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.execution.buckets import Added
+from psgrad.engine.execution.buckets import SumOverSamples
 from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import OutputRows
@@ -230,7 +230,7 @@ def _of_chunk(
     inputs: tuple[torch.Tensor, ...],
     target: torch.Tensor | None,
     **options: Any,
-) -> Added:
+) -> SumOverSamples:
     flat, dims = Flat(params), (None, 0, None if target is None else 0)
     each = vmap(lambda *arguments: loss(*arguments)[0], in_dims=dims, randomness=options["randomness"])
     _, along = linearize(grad(lambda params: each(params, inputs, target).sum()), params)
@@ -242,4 +242,4 @@ def _of_chunk(
         basis = torch.zeros(stop - start, flat.size, dtype=reference.dtype, device=reference.device)
         basis[:, start:stop] = torch.eye(stop - start, dtype=reference.dtype, device=reference.device)
         columns.append(flat.join(vmap(along)(flat.split(basis))).double())
-    return Added(torch.cat(columns))
+    return SumOverSamples(torch.cat(columns))

@@ -8,7 +8,6 @@ product of a vector with that factor is computed once for all of them.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -20,95 +19,63 @@ from psgrad.engine.gradients.terms import Term
 _WORTH = 2
 
 
-class ParameterRows(ABC):
+@dataclass(frozen=True)
+class MaterialisedRows:
     """The rows of n samples, R each, in one parameter. Blocks of k vectors come with the vectors along the
     last axis.
 
-    form: parts of one form arrange alike. samples: n. bytes: what is kept.
+    rows: [n, R, numel]. form: parts of one form arrange alike. samples: n. bytes: what is kept.
     """
-
-    form: str
-    samples: int
-    bytes: int
-
-    @abstractmethod
-    def arrange(self, block: torch.Tensor) -> torch.Tensor:
-        """[numel, k] in the order that `inner` needs."""
-
-    @abstractmethod
-    def restore(self, total: torch.Tensor) -> torch.Tensor:
-        """An arranged block as [numel, k]."""
-
-    @abstractmethod
-    def inner(self, block: torch.Tensor, samples: slice) -> torch.Tensor:
-        """[n * R, k]: each row's inner product with each vector, of a block that was arranged."""
-
-    @abstractmethod
-    def add_back(self, total: torch.Tensor, weights: torch.Tensor, samples: slice) -> None:
-        """Add the sums over rows, each times its weights [n * R, k], to `total`, which is arranged."""
-
-    @abstractmethod
-    def square_sum(self) -> float:
-        """The sum over rows of the squares of their elements, added in float64."""
-
-    @abstractmethod
-    def alive(self) -> torch.Tensor:
-        """[R]: which rows are not zero for all samples."""
-
-    @abstractmethod
-    def only(self, rows: torch.Tensor) -> ParameterRows:
-        """These rows without some of them. rows: [R] bool, which ones stay."""
-
-    @abstractmethod
-    def room(self, vectors: int) -> int:
-        """The numbers that a product makes for one sample."""
-
-
-@dataclass(frozen=True)
-class MaterialisedRows(ParameterRows):
-    """rows: [n, R, numel]"""
 
     rows: torch.Tensor
 
     form = "materialised"
 
     @property
-    def samples(self) -> int:  # type: ignore[override]
+    def samples(self) -> int:
         return self.rows.shape[0]
 
     @property
-    def bytes(self) -> int:  # type: ignore[override]
+    def bytes(self) -> int:
         return self.rows.numel() * self.rows.element_size()
 
     def arrange(self, block: torch.Tensor) -> torch.Tensor:
+        """[numel, k] in the order that `inner` needs."""
         return block
 
     def restore(self, total: torch.Tensor) -> torch.Tensor:
+        """An arranged block as [numel, k]."""
         return total
 
     def inner(self, block: torch.Tensor, samples: slice) -> torch.Tensor:
+        """[n * R, k]: each row's inner product with each vector, of a block that was arranged."""
         return self.rows[samples].flatten(0, 1).to(block.dtype) @ block
 
     def add_back(self, total: torch.Tensor, weights: torch.Tensor, samples: slice) -> None:
+        """Add the sums over rows, each times its weights [n * R, k], to `total`, which is arranged."""
         total.addmm_(self.rows[samples].flatten(0, 1).to(weights.dtype).t(), weights)
 
     def square_sum(self) -> float:
+        """The sum over rows of the squares of their elements, added in float64."""
         return sum(float(sample.double().square().sum()) for sample in self.rows)
 
     def alive(self) -> torch.Tensor:
+        """[R]: which rows are not zero for all samples."""
         return (self.rows != 0).any(2).any(0)
 
     def only(self, rows: torch.Tensor) -> MaterialisedRows:
+        """These rows without some of them. rows: [R] bool, which ones stay."""
         return MaterialisedRows(self.rows[:, rows])
 
     def room(self, vectors: int) -> int:
+        """The numbers that a product makes for one sample."""
         return self.rows.shape[1] * self.rows.shape[2]
 
 
 @dataclass(frozen=True)
-class SharedFactorRows(ParameterRows):
+class SharedFactorRows:
     """Rows that are sums over positions of outer products, one factor of which is the same for all rows of a
-    sample.
+    sample, with the methods of `MaterialisedRows`.
 
     own: [n, R, t, a]. shared: [n, t, b]. transposed: whether the parameter is [b, a], not [a, b].
     """
@@ -118,15 +85,15 @@ class SharedFactorRows(ParameterRows):
     transposed: bool
 
     @property
-    def form(self) -> str:  # type: ignore[override]
+    def form(self) -> str:
         return "shared right" if self.transposed else "shared left"
 
     @property
-    def samples(self) -> int:  # type: ignore[override]
+    def samples(self) -> int:
         return self.own.shape[0]
 
     @property
-    def bytes(self) -> int:  # type: ignore[override]
+    def bytes(self) -> int:
         return (self.own.numel() + self.shared.numel()) * self.own.element_size()
 
     @property
@@ -172,6 +139,9 @@ class SharedFactorRows(ParameterRows):
 
     def room(self, vectors: int) -> int:
         return 2 * self.own.shape[2] * self.own.shape[3] * vectors
+
+
+ParameterRows = MaterialisedRows | SharedFactorRows
 
 
 def part_of(gradient: DeferredGradient, rows: int) -> ParameterRows:

@@ -150,13 +150,8 @@ class SignalToNoise(OfMeanGradient):
             mean = float(whole[columns].square().sum())
             signal, noise = estimates(n, float(squares) / n, mean) if n > 1 else (torch.nan, torch.nan)
             least = _ROUNDINGS * self._rounding[name] * float(squares) / max(n, 1)
-            row = (
-                name,
-                columns.stop - columns.start,
-                signal,
-                noise,
-                signal / noise if noise > least else torch.nan,
-            )
+            ratio = signal / noise if noise > least else torch.nan
+            row = (name, columns.stop - columns.start, signal, noise, ratio)
             for key, value in zip(table, row, strict=True):
                 table[key].append(value)
         return Gathered(numbers={"samples": n}, tables={"parameters": table})

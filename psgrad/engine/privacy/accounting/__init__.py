@@ -6,19 +6,17 @@ from psgrad.engine.privacy.accounting.composition import (
     curve_accountant,
     epsilon_curve,
     epsilon_pld,
-    part_of,
     tightest_epsilon,
 )
 from psgrad.engine.privacy.accounting.epsilon import Epsilon, epsilon_rdp
 from psgrad.engine.privacy.accounting.events import MECHANISM, Events, StepEvent, event_of, merged
-from psgrad.engine.privacy.accounting.noise_calibration import adaptive_multiplier, noise_multiplier_for
+from psgrad.engine.privacy.accounting.noise_calibration import noise_multiplier_for
 
 __all__ = [
     "MECHANISM",
     "Epsilon",
     "Events",
     "StepEvent",
-    "adaptive_multiplier",
     "curve_accountant",
     "epsilon_curve",
     "epsilon_pld",
@@ -26,6 +24,5 @@ __all__ = [
     "event_of",
     "merged",
     "noise_multiplier_for",
-    "part_of",
     "tightest_epsilon",
 ]

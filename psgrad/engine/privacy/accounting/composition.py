@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
 from psgrad.engine.privacy.accounting.epsilon import (
-    ORDERS,
     Epsilon,
     assert_delta,
     epsilon_of,
     epsilon_rdp,
     pld_deltas,
     pld_epsilon,
-    step_moments,
     total_moments,
     why_not_rdp,
 )
@@ -94,7 +92,7 @@ def _composable(counts: Mapping[StepEvent, int]) -> tuple[dict[StepEvent, int], 
     """(the steps, few enough to be composed; the interval of their grid; a note of what was rounded)."""
     note, found = None, dict(counts)
     if len(counts) > _FEW:
-        found, note = rounded_down(gathered(counts))
+        found, note = rounded_down(counts)
     return found, interval_for(found), note
 
 
@@ -114,25 +112,6 @@ def delta_curve(events: Events, epsilons: np.ndarray) -> np.ndarray | None:
 def _composed(counts: tuple[tuple[StepEvent, int], ...], delta: float, interval: float) -> float:
     """`pld_epsilon`, once for the same numbers: a plan, its figure and its statement ask for the same."""
     return pld_epsilon(dict(counts), delta, interval)
-
-
-def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
-    """The steps, with all those that use every record as one step: Gaussians over the whole dataset compose
-    to one with less noise, of multiplier (sum of z^-2)^(-1/2).
-    """
-    plain = {
-        event: steps
-        for event, steps in counts.items()
-        if event.sample_rate == 1 and event.sampling.scheme != "truncated_poisson"
-    }
-    rest = {event: steps for event, steps in counts.items() if event not in plain}
-    if plain:
-        largest = max(event.noise_multiplier for event in plain)
-        precision = math.fsum(
-            steps * (largest / event.noise_multiplier) ** 2 for event, steps in plain.items()
-        )
-        rest[replace(next(iter(plain)), noise_multiplier=largest / math.sqrt(precision))] = 1
-    return rest
 
 
 def interval_for(counts: Mapping[StepEvent, int]) -> float:
@@ -179,20 +158,17 @@ def _tidy(interval: float) -> float:
 _CURVE_POINTS = {"RDP": 50, "PLD": 8}
 
 
-def epsilon_curve(events: Events, delta: float) -> list[tuple[int, float]]:
-    """(number of steps, epsilon after them) at some places up to the last step, by `curve_accountant`.
-
-    events: in the order in which they are taken.
+def epsilon_curve(event: StepEvent, steps: int, delta: float) -> list[tuple[int, float]]:
+    """(number of steps, epsilon after them) at some places up to so many equal steps, by `curve_accountant`.
 
     Raises ConfigError as `epsilon_rdp` does, and if neither accountant covers the steps.
     """
-    assert_delta(delta)
-    runs = [(event, steps) for event, steps in events if merged([(event, steps)])]
-    accountant = curve_accountant(events)
-    places = curve_points(sum(merged(runs).values()), _CURVE_POINTS[accountant])
-    if accountant == "RDP":
-        return _by_moments(runs, delta, places)
-    return [(place, _known(epsilon_pld(part_of(runs, 0, place), delta))) for place in places]
+    name = curve_accountant(event)
+    accountant = epsilon_rdp if name == "RDP" else epsilon_pld
+    return [
+        (place, _known(accountant([(event, place)], delta)))
+        for place in curve_points(steps, _CURVE_POINTS[name])
+    ]
 
 
 def curve_points(steps: int, count: int) -> list[int]:
@@ -204,36 +180,9 @@ def curve_points(steps: int, count: int) -> list[int]:
     )
 
 
-def curve_accountant(events: Events) -> Literal["RDP", "PLD"]:
-    """The accountant that `epsilon_curve` uses: moments, which are fast, where they cover all steps."""
-    return "PLD" if any(why_not_rdp(event) for event in merged(events)) else "RDP"
-
-
-def _by_moments(
-    runs: Sequence[tuple[StepEvent, int]], delta: float, places: Sequence[int]
-) -> list[tuple[int, float]]:
-    curve, spent, taken, ahead = [], np.zeros(len(ORDERS)), 0, iter(runs)
-    event, left = next(ahead, (None, 0))
-    for place in places:
-        while taken < place:
-            if not left:
-                event, left = next(ahead)
-            assert event is not None
-            now = min(left, place - taken)
-            spent, taken, left = spent + now * step_moments(event), taken + now, left - now
-        curve.append((place, _known(epsilon_of(spent, delta))))
-    return curve
-
-
-def part_of(events: Events, first: int, steps: int) -> list[tuple[StepEvent, int]]:
-    """The steps number first, ..., first + steps - 1, counted from 0, as far as there are such."""
-    some, begin = [], 0
-    for event, number in events:
-        end = begin + number
-        count = min(end, first + steps) - max(begin, first)
-        some += [(event, count)] if count > 0 else []
-        begin = end
-    return some
+def curve_accountant(event: StepEvent) -> Literal["RDP", "PLD"]:
+    """The accountant that `epsilon_curve` uses: moments, which are fast, where they cover the step."""
+    return "PLD" if why_not_rdp(event) else "RDP"
 
 
 def tightest_epsilon(events: Events, delta: float) -> Epsilon:
@@ -241,6 +190,7 @@ def tightest_epsilon(events: Events, delta: float) -> Epsilon:
     there is none.
     """
     both = [epsilon_pld(events, delta), epsilon_rdp(events, delta)]
+    both = [replace(found, accountant=name) for found, name in zip(both, ("PLD", "RDP"), strict=True)]
     known = [found for found in both if found.value is not None]
     if known:
         return min(known, key=lambda found: found.value or 0.0)

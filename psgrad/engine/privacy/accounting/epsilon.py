@@ -32,6 +32,7 @@ class Epsilon:
         order: of the moments that gave it (RDP).
         interval: between the losses that the distribution was rounded to (PLD).
         note: what makes the value larger than it need be, where something does.
+        accountant: PLD or RDP, where one of both was chosen.
     """
 
     value: float | None
@@ -39,6 +40,7 @@ class Epsilon:
     order: float | None = None
     interval: float | None = None
     note: str | None = None
+    accountant: str = ""
 
 
 def assert_delta(delta: float) -> None:
@@ -56,9 +58,8 @@ def dp_accounting() -> Any:
         import dp_accounting
     except ImportError as error:
         raise ConfigError(
-            f"epsilon was asked for, and dp-accounting can't be imported: {error}; expected the package"
-            " dp-accounting, 0.6 or later, which psgrad depends on",
-            hint="an installation without dependencies; pip install 'dp-accounting>=0.6'",
+            f"epsilon was asked for, and dp-accounting can't be imported: {error}",
+            hint="pip install 'dp-accounting>=0.6'",
         ) from error
     return dp_accounting
 
@@ -140,11 +141,6 @@ def _quiet() -> Iterator[None]:
 def _event(event: StepEvent, noise: float) -> Any:
     """The step as an event of dp-accounting, with the noise as the accountant needs it."""
     library = dp_accounting()
-    if event.sampling.scheme == "truncated_poisson":
-        drawing = event.sampling
-        return library.TruncatedSubsampledGaussianDpEvent(
-            drawing.dataset_size, event.sample_rate, drawing.max_batch_size, noise
-        )
     plain = library.GaussianDpEvent(noise)
     # A fixed batch is accounted as one that has every record: no amplification.
     return plain if event.sample_rate == 1 else library.PoissonSampledDpEvent(event.sample_rate, plain)
@@ -178,8 +174,6 @@ def why_not_rdp(event: StepEvent) -> str | None:
     scheme, relation = event.sampling.scheme, event.relation
     if relation in RDP_RELATIONS[scheme]:
         return None
-    if scheme == "truncated_poisson":
-        return "the moments of truncated Poisson sampling are not known"
     return f"the moments of {scheme} sampling under {relation} are not known"
 
 

@@ -26,12 +26,10 @@ Events = Sequence[tuple["StepEvent", int]]
 # (PLD).
 RDP_RELATIONS: dict[Scheme, tuple[Relation, ...]] = {
     "poisson": ("add_or_remove_one", "zero_out"),
-    "truncated_poisson": (),
     "fixed": ("replace_one", "zero_out"),
 }
 PLD_RELATIONS: dict[Scheme, tuple[Relation, ...]] = {
     "poisson": ("add_or_remove_one", "zero_out", "replace_one"),
-    "truncated_poisson": ("zero_out", "replace_one"),
     "fixed": ("replace_one", "zero_out"),
 }
 # Noise multipliers beyond these have squares that float64 can't hold together with their products.
@@ -41,10 +39,6 @@ _WHY_NONE = {
         "fixed",
         "add_or_remove_one",
     ): "a record more or less does not change the size of a fixed batch, so nothing protects that size",
-    (
-        "truncated_poisson",
-        "add_or_remove_one",
-    ): "truncation depends on the number of records, which this relation takes for private",
 }
 
 
@@ -54,8 +48,7 @@ class StepEvent:
 
     Attributes:
         noise_multiplier: z; the noise has standard deviation z * sensitivity on the sum, where the
-            sensitivity is that of the relation (doubled where a record is replaced). With an adaptive bound,
-            what sum and count cost together.
+            sensitivity is that of the relation (doubled where a record is replaced).
         sampling: how the batch was drawn.
         relation: which datasets are neighbours.
 
@@ -80,10 +73,7 @@ class StepEvent:
             raise ConfigError(
                 f"the noise multiplier is {self.noise_multiplier!r}; expected 0 for no noise, or a number"
                 f" from {_LEAST:g} to {_MOST:g}, whose square an accountant can hold",
-                hint=(
-                    "a mistyped exponent, or a schedule whose factor is far from 1; choose a multiplier"
-                    " near 1; a target_epsilon computes it"
-                ),
+                hint=("choose a multiplier near 1, or a target_epsilon, from which it is computed"),
             )
         scheme = self.sampling.scheme
         if self.relation not in PLD_RELATIONS[scheme]:
@@ -140,9 +130,7 @@ def event_of(line: Mapping[str, Any]) -> StepEvent:
     def field(name: str) -> Any:
         if name not in line:
             raise ConfigError(
-                f"a ledger line has no field {name!r}: {dict(line)}; expected noise_multiplier, scheme and"
-                " its numbers, relation, mechanism",
-                hint="a line that is no step's, or a ledger of another program",
+                f"a ledger line has no field {name!r}: {dict(line)}; is it of a step of psgrad?"
             )
         return line[name]
 
@@ -153,14 +141,10 @@ def event_of(line: Mapping[str, Any]) -> StepEvent:
         )
     scheme = field("scheme")
     _assert_one_of("sampling scheme", scheme, get_args(Scheme))
+    field(FIELDS[scheme])
     # A line with a number of another scheme contradicts itself; Sampling raises the error.
-    numbers = {name: field(name) for name in FIELDS[scheme]}
-    others = {name: line[name] for names in FIELDS.values() for name in names if line.get(name) is not None}
-    return StepEvent(
-        field("noise_multiplier"),
-        Sampling(scheme, **(others | numbers)),
-        field("relation"),
-    )
+    numbers = {name: line.get(name) for name in FIELDS.values()}
+    return StepEvent(field("noise_multiplier"), Sampling(scheme, **numbers), field("relation"))
 
 
 def merged(events: Iterable[tuple[StepEvent, int]]) -> dict[StepEvent, int]:
@@ -176,22 +160,13 @@ def merged(events: Iterable[tuple[StepEvent, int]]) -> dict[StepEvent, int]:
         except TypeError:
             number = -1
         if number < 0 or isinstance(steps, bool):
-            raise ConfigError(
-                f"the number of steps is {steps!r}; expected a whole number, at least 0",
-                hint=(
-                    "epochs divided by the sampling rate, which is rarely whole"
-                    if isinstance(steps, float)
-                    else None
-                ),
-            )
+            raise ConfigError(f"the number of steps is {steps!r}; expected a whole number, at least 0")
         if number:
             counts[event] = counts.get(event, 0) + number
     relations = list(dict.fromkeys(event.relation for event in counts))
     if len(relations) > 1:
         raise ConfigError(
-            f"the steps were taken under several relations: {', '.join(relations)}; expected one relation"
-            " for all steps of a run",
-            hint="lines of several runs",
+            f"the steps were taken under several relations: {', '.join(relations)}; expected one"
         )
     return counts
 

@@ -1,6 +1,4 @@
-"""The noise multiplier that a target epsilon needs, and the noise of a step shared between its sum of
-gradients and the count of an adaptive bound.
-"""
+"""The noise multiplier that a target epsilon needs."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def noise_multiplier_for(target_epsilon: float, delta: float, events_for: Callab
     The epsilon that is compared with the target is that of loss distributions (PLD), which is reported in the
     end, and of RDP for plans that PLD does not cover. The search begins where RDP leads.
 
-    events_for: the steps of a run, by the noise multiplier (of a schedule, its base).
+    events_for: the steps of a run, by the noise multiplier.
 
     Raises ConfigError for a target that is not a positive number, that needs more noise than a multiplier of
     1e6, or that is met with almost none, and as `epsilon_pld` does.
@@ -101,21 +99,14 @@ def _solved(
                 raise ConfigError(
                     f"an epsilon of {target:g} at delta {delta:g} is met without noise to speak of (a noise"
                     f" multiplier of {_LEAST:g})",
-                    hint=(
-                        "delta is above the probability that a record is drawn at all, or the target"
-                        " promises nothing; choose a delta below one over the number of records, and a"
-                        " smaller target"
-                    ),
+                    hint="choose a delta below one over the number of records, or a smaller target",
                 )
         elif high is None:
             multiplier *= min((epsilon / aim) ** slope, 4.0)
             if multiplier > _MOST:
                 raise ConfigError(
                     f"an epsilon of {target:g} at delta {delta:g} needs a noise multiplier above {_MOST:g}",
-                    hint=(
-                        "too many steps, a sampling rate too large, or a target next to 0; take fewer"
-                        " steps, draw fewer records a step, or allow a larger epsilon"
-                    ),
+                    hint="take fewer steps, draw fewer records a step, or allow a larger epsilon",
                 )
         elif high[0] <= low[0] * (1 + 10.0 ** (2 - _DIGITS)):
             return high[0], slope
@@ -141,34 +132,3 @@ def _between(low: tuple[float, float], high: tuple[float, float], aim: float, bi
     if not bisect and high[1] > 0 and math.isfinite(low[1]):
         share = min(max(math.log(low[1] / aim) / math.log(low[1] / high[1]), 0.01), 0.99)
     return math.exp((1 - share) * math.log(low[0]) + share * math.log(high[0]))
-
-
-def adaptive_multiplier(multiplier: float, count_multiplier: float) -> float:
-    """The noise multiplier of the sum, if a count is released beside it and both together cost as much as
-    `multiplier`.
-
-    Sum and count, each divided by its noise's standard deviation, are one Gaussian release whose sensitivity
-    is the root of multiplier_of_sum^-2 + multiplier_of_count^-2; that is to be multiplier^-1 (Andrew et al.,
-    "Differentially Private Learning with Adaptive Clipping", arXiv 1905.03871, theorem 1).
-
-    Args:
-        multiplier: z, which is accounted.
-        count_multiplier: sigma_b. The recentred count moves by 1/2, so that its multiplier is 2 * sigma_b:
-            its noise must have the standard deviation 2 * sigma_b * (how far the recentred count moves under
-            the relation).
-
-    Raises ConfigError if the count alone costs as much as both may.
-    """
-    if multiplier == 0:
-        return 0.0
-    if not 0 < multiplier < 2 * count_multiplier:
-        raise ConfigError(
-            f"the noise multiplier is {multiplier!r}, and the count's is {count_multiplier!r}; expected a"
-            " count_noise_multiplier above half of the noise multiplier",
-            hint=(
-                "the count's noise is part of what the noise multiplier pays for, and leaves nothing to"
-                " the sum; raise count_noise_multiplier, for example to"
-                f" {max(10.0, 5 * abs(multiplier)):g}"
-            ),
-        )
-    return (multiplier**-2 - (2 * count_multiplier) ** -2) ** -0.5

@@ -38,8 +38,7 @@ class Spikes:
 
 @dataclass(frozen=True)
 class Canaries:
-    """`count` canaries. They stay the same when the bounds change: an adaptive bound follows them up to their
-    norm, and stays there.
+    """`count` canaries.
 
     Attributes:
         spikes: name -> the spikes in that parameter; parameters without are absent.

@@ -8,7 +8,7 @@ declared sensitivity, and nothing else that is published may differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from psgrad.engine.privacy.audit.canaries import StoringSource
 from psgrad.engine.privacy.batches import GradientSource
 from psgrad.engine.privacy.box_muller import Use
 from psgrad.engine.privacy.clipped_sums import ClippedSum
-from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
+from psgrad.engine.privacy.clipping import Clipping, Group
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Relation
@@ -104,7 +104,6 @@ class Replayed:
         over: by how much the distance in a clipping group exceeds the allowed one, in the worst group; below
             0 if none does.
         group_ratio: the distance in a clipping group over the allowed one, in the worst group.
-        count_distance, count_sensitivity: the same of the count of an adaptive bound; None without one.
         differing: the published values besides the noisy sums that differ.
         finite: whether all released numbers are.
     """
@@ -116,17 +115,13 @@ class Replayed:
     differing: tuple[str, ...]
     finite: bool
     group_ratio: float = 0.0
-    count_distance: float | None = None
-    count_sensitivity: float | None = None
 
     @property
     def ratio(self) -> float:
-        """The measured sensitivity over the declared one, of the sums, of a clipping group or of the count,
-        whichever is more.
+        """The measured sensitivity over the declared one, of the sums or of a clipping group, whichever is
+        more.
         """
         ratios = [self.distance / self.sensitivity, self.group_ratio]
-        if self.count_distance is not None and self.count_sensitivity:
-            ratios.append(self.count_distance / self.count_sensitivity)
         return math.nan if any(map(math.isnan, ratios)) else max(ratios)
 
     @property
@@ -134,14 +129,8 @@ class Replayed:
         """Whether the sensitivity is respected, without any tolerance, all published values are equal, and
         all released numbers are finite.
         """
-        # false for NaN
-        near = self.distance <= self.sensitivity and self.over <= 0
-        counted = (
-            self.count_distance is None
-            or self.count_sensitivity is None
-            or self.count_distance <= self.count_sensitivity
-        )
-        return near and counted and self.finite and not self.differing
+        near = self.distance <= self.sensitivity and self.over <= 0  # false for NaN
+        return near and self.finite and not self.differing
 
 
 def compare_neighbours(
@@ -153,21 +142,15 @@ def compare_neighbours(
     generator: Generator,
     *,
     pair: str = "",
-    adaptive: AdaptiveBound | None = None,
-    expected_batch_size: float | None = None,
-    public: Callable[[NoisySum], Mapping[str, Any]] = lambda _: {},
 ) -> Replayed:
     """Take a private step on a drawn batch, and again on the neighbour's, with the noise frozen.
 
     Args:
         source, neighbour: the two batches. Draws of common records are the same by the caller's choice of
             them.
-        public: what would be published of a step besides its noisy sums, as name -> value. The names and
-            shapes of the sums, the sensitivity, the noise's standard deviation and the number of random draws
-            are compared in any case.
 
-    The other arguments are those of `private_sum`. An adaptive bound follows from a noised count, so it is
-    the count that is measured.
+    The names and shapes of the sums, the sensitivity, the noise's standard deviation and the number of random
+    draws are compared, too. The other arguments are those of `private_sum`.
     """
     logged = LoggedGenerator(generator)
     replayed = logged.again()
@@ -176,15 +159,7 @@ def compare_neighbours(
     differing: list[str] = []
     for stored, numbers in zip(sources, (logged, replayed), strict=True):
         try:
-            noisy = private_sum(
-                stored,
-                clipping,
-                noise,
-                relation,
-                numbers,
-                adaptive=adaptive,
-                expected_batch_size=expected_batch_size,
-            )
+            noisy = private_sum(stored, clipping, noise, relation, numbers)
         except DrawsDiffer:
             differing.append("the random draws")
             break
@@ -193,25 +168,20 @@ def compare_neighbours(
     if len(outcomes) == 2:
         if replayed.left:
             differing.append("the random draws")
-        differing += _differing(*({**_shapes(outcome), **public(outcome)} for outcome in outcomes))
-    effective = clipping if adaptive is None else clipping.with_bound(adaptive.bound)
-    counts = None if adaptive is None else [adaptive.count(clipped.records.counted) for clipped in seen]
-    sensitivity = effective.sensitivity(relation)
-    groups = [_in_group(group, seen, relation) for group in effective.groups]
+        differing += _differing(*map(_published, outcomes))
+    groups = [_in_group(group, seen, relation) for group in clipping.groups]
     return Replayed(
         pair,
         _distance(seen[0].sums, seen[1].sums),
-        sensitivity,
+        clipping.sensitivity(relation),
         max(apart - allowed for apart, allowed in groups),
         tuple(differing),
         all(bool(torch.isfinite(value).all()) for outcome in outcomes for value in outcome.sums.values()),
         max(apart / allowed for apart, allowed in groups),
-        None if counts is None else abs(counts[0] - counts[1]),
-        None if adaptive is None else adaptive.sensitivity(relation),
     )
 
 
-def _shapes(outcome: NoisySum) -> dict[str, Any]:
+def _published(outcome: NoisySum) -> dict[str, Any]:
     tensors = {name: (tuple(value.shape), str(value.dtype)) for name, value in outcome.sums.items()}
     return {
         "the released tensors": tensors,

@@ -1,6 +1,5 @@
 """A check of what steps draw against what is declared: the noise's standard deviation, its shape, parts of it
-that are used twice, released numbers off their public grid, the noise of an adaptive bound's count, and how
-many records are drawn.
+that are used twice, released numbers off their public grid, and how many records are drawn.
 
 The auditor knows the clipped sums, so the noise is the difference, and no canary is needed. Each question is
 a test whose probability of a false alarm is known.
@@ -60,7 +59,6 @@ class NoiseLog:
     def __init__(self) -> None:
         self._steps: list[Array] = []
         self._pieces: list[Array] = []
-        self._counts: list[float] = []
         self._batches: list[Array] = []
         self._off_grid = False
 
@@ -82,12 +80,6 @@ class NoiseLog:
             room -= len(step[-1])
         self._steps.append(np.concatenate(step))
 
-    def add_count(self, noise: float | None) -> None:
-        """Adds the noise of one step's count of an adaptive bound, in units of its standard deviation; None
-        where it is not known.
-        """
-        self._counts += [] if noise is None else [noise]
-
     def add_batch(self, rows: Array) -> None:
         """Adds the records that one step drew."""
         self._batches.append(rows)
@@ -99,8 +91,6 @@ class NoiseLog:
         from scipy.stats import kstest, norm
 
         p_values = {} if sampling is None else _batch_p_values(self._batches, sampling, records)
-        if self._counts:
-            p_values["spread of the adaptive count"] = _spread_p_value(np.array(self._counts))
         if not self._steps:
             return NoiseCheck(0, math.nan, p_values)
         numbers = np.concatenate(self._steps)
@@ -154,10 +144,6 @@ def _batch_p_values(batches: list[Array], sampling: Sampling, records: int) -> d
     rate, question = sampling.sample_rate, "how many records are drawn"
     if rate is None:
         return {question: float(all(len(batch) == sampling.batch_size for batch in batches))}
-    if sampling.max_batch_size is not None:
-        most = sampling.max_batch_size
-        kept = all(len(batch) <= most for batch in batches)
-        return {question: _truncated_p_value(drawn, records, rate, most, len(batches)) if kept else 0.0}
     pairs = list(zip(batches[::2], batches[1::2], strict=False))
     both = sum(len(np.intersect1d(*pair)) for pair in pairs)
     return {
@@ -170,16 +156,6 @@ def _binomial_p_value(count: int, trials: int, rate: float) -> float:
     from scipy.stats import binom
 
     return min(1.0, 2 * min(float(binom.cdf(count, trials, rate)), float(binom.sf(count - 1, trials, rate))))
-
-
-def _truncated_p_value(count: int, records: int, rate: float, most: int, steps: int) -> float:
-    """The same for batches of at most `most` records, whose sizes add up over the steps."""
-    from scipy.stats import binom
-
-    sizes = binom.pmf(np.arange(most + 1), records, rate)
-    sizes[most] += binom.sf(most, records, rate)
-    sums = np.fft.irfft(np.fft.rfft(sizes, steps * most + 2) ** steps, steps * most + 2)
-    return min(1.0, 2 * float(min(sums[: count + 1].sum(), sums[count:].sum())))
 
 
 def _most_alike(rows: list[Array]) -> float:

@@ -67,7 +67,7 @@ def profile_of(events: Events) -> Profile:
     # Amplification only lowers losses: those of the plain Gaussian release span the range.
     largest = min(mu * mu / 2 + 8 * mu, _LARGEST)
     epsilons = np.concatenate([[0.0], np.geomspace(min(_SMALLEST, largest / 2), largest, _POINTS)])
-    if all(event.sample_rate == 1 and event.sampling.scheme != "truncated_poisson" for event in counts):
+    if all(event.sample_rate == 1 for event in counts):
         return Profile(epsilons, gaussian_deltas(mu, epsilons))
     interval = max(_FINEST, (mu * mu + 16 * mu) / _LOSSES)
     parts = [_losses(event, interval).self_compose(steps) for event, steps in counts.items()]
@@ -87,23 +87,8 @@ def _losses(event: StepEvent, interval: float) -> Any:
         "replace_one": NeighboringRelation.REPLACE_ONE,
         "zero_out": NeighboringRelation.REPLACE_SPECIAL,
     }[event.relation]
-    sampling, multiplier = (
-        event.sampling,
-        event.noise_multiplier * (2 if event.relation == "replace_one" else 1),
-    )
-    if sampling.scheme == "truncated_poisson":
-        assert sampling.dataset_size is not None
-        assert sampling.max_batch_size is not None
-        return distributions.from_truncated_subsampled_gaussian_mechanism(
-            dataset_size=sampling.dataset_size,
-            sampling_probability=event.sample_rate,
-            truncated_batch_size=sampling.max_batch_size,
-            noise_multiplier=multiplier,
-            value_discretization_interval=interval,
-            neighboring_relation=neighbours,
-        )
     return distributions.from_gaussian_mechanism(
-        multiplier,
+        event.noise_multiplier * (2 if event.relation == "replace_one" else 1),
         value_discretization_interval=interval,
         sampling_prob=event.sample_rate,
         neighboring_relation=neighbours,

@@ -14,14 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from psgrad.engine.influence.evaluation import retraining
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
 from psgrad.engine.influence.evaluation.retraining import (
     EnsembleTrainer,
     FunctionTrainer,
     fresh_model,
 )
-from psgrad.engine.transforms import capture
 from psgrad.errors import InfluenceError, ModelError
 from tests.engine.influence.problems import SoftmaxRegression, classified, cross_entropy, flattened
 
@@ -131,30 +129,6 @@ def test_trainer_unequal_sizes_with_as_many_steps_are_trained_together(
     for number, job in enumerate(wanted):
         alone = trained_alone(job, replace(RECIPE, epochs=26))
         torch.testing.assert_close(member(result, number), alone, rtol=1e-8, atol=1e-9)
-
-
-def test_trainer_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last step of an epoch has a shape of its own. All but the first of each shape run as programs."""
-    captured: list[Any] = []
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        captured.append(capture(*arguments, **options))
-        return captured[-1]
-
-    monkeypatch.setattr(retraining, "capture", noted)
-    recipe, wanted = replace(RECIPE, epochs=6), jobs(2)
-    result = EnsembleTrainer(fresh, ROWS, cross_entropy, recipe)(wanted)
-    (steps,) = captured
-    assert [entry.replays for entry in steps.entries.values()] == [6 * 3 - 1, 6 - 1]
-    for number, job in enumerate(wanted):
-        torch.testing.assert_close(member(result, number), trained_alone(job, recipe), rtol=1e-8, atol=1e-9)
-
-
-def test_trainer_seed() -> None:
-    one, same, other = (Job("a", np.arange(20), seed) for seed in (1, 1, 2))
-    result = EnsembleTrainer(fresh, ROWS, cross_entropy, RECIPE)([one, same, other])
-    torch.testing.assert_close(member(result, 0), member(result, 1), rtol=1e-12, atol=0)
-    assert (member(result, 0) - member(result, 2)).abs().max() > 0.1
 
 
 def test_trainer_frozen_parameters_stay() -> None:
@@ -271,19 +245,6 @@ def test_trainer_newton_minimum_with_weight_decay() -> None:
     ]
     result = EnsembleTrainer(linear, ROWS, cross_entropy, NEWTON)(wanted)
     for number, problem in enumerate([whole, *(whole.without(row) for row in (0, 17, 39))]):
-        np.testing.assert_allclose(
-            member(result, number).numpy(), flattened(problem.solve()), rtol=0, atol=1e-8
-        )
-
-
-@pytest.mark.long
-def test_trainer_newton_warm_start() -> None:
-    wanted = jobs(6, 20)
-    result = EnsembleTrainer(linear, ROWS, cross_entropy, NEWTON)(wanted)
-    for number, job in enumerate(wanted):
-        problem = SoftmaxRegression(
-            np.c_[INPUTS[job.rows], np.ones(20)], LABELS[job.rows].numpy(), 3, 40 * DECAY
-        )
         np.testing.assert_allclose(
             member(result, number).numpy(), flattened(problem.solve()), rtol=0, atol=1e-8
         )

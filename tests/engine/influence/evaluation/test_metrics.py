@@ -90,10 +90,6 @@ def test_metrics_interval_of_mean_is_students() -> None:
     assert mean_interval(values) == pytest.approx(expected)
 
 
-def test_metrics_interval_of_one_item() -> None:
-    assert np.isnan(mean_interval(np.ones(1))).all()
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("noise", [1.0, 0.4])
 def test_metrics_interval_coverage(noise: float) -> None:
@@ -198,14 +194,6 @@ def test_metrics_subsets() -> None:
     assert random_subsets(20, 3, 0.25, np.random.default_rng(0)).sum() == 15
 
 
-def test_metrics_sums_of_subsets() -> None:
-    scores = np.arange(6.0).reshape(3, 2)
-    assert subset_sums(scores, np.array([[True, False, True], [False, True, False]])).tolist() == [
-        [4, 6],
-        [2, 3],
-    ]
-
-
 # -- leave-one-out -------------------------------------------------------------------------------------------
 
 
@@ -229,18 +217,6 @@ def test_metrics_leave_one_out_equals_scipy() -> None:
         2 * line.slope
     )  # a method that is off by a factor shows in the slope alone
     assert result["half"].pearson == pytest.approx(result["a"].pearson)
-
-
-def test_metrics_leave_one_out_constant_scores() -> None:
-    result = leave_one_out(
-        {"flat": np.ones((5, 3)), "missing": np.full((5, 3), np.nan)},
-        np.arange(5),
-        np.random.default_rng(0).normal(size=(5, 3)),
-    )
-    for score in result.values():
-        assert score.undefined == 3
-        assert score.pearson == 0
-        assert np.isnan(score.slope)
 
 
 def test_metrics_removals() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from psgrad.engine.privacy.accounting import Events, StepEvent
 from psgrad.engine.privacy.audit import AuditedRun, Canaries, Played, play
 from psgrad.engine.privacy.batches import GradientSource
-from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
+from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Relation
@@ -52,7 +52,6 @@ class Game:
     sampling: Sampling = EVERY
     relation: Relation = "add_or_remove_one"
     generator: Callable[[], Generator] | None = None
-    adaptive: AdaptiveBound | None = None
     steps: int = 1
     canaries: int = 2000
     seed: int = 0
@@ -64,12 +63,10 @@ class Game:
         made = iter(range(100))
         mechanism = AuditedRun(
             self.clipping,
-            lambda _: self.noise(self.multiplier),  # type: ignore[arg-type]
+            self.noise(self.multiplier),
             self.sampling,
             self.relation,
             self.generator or (lambda: make_generator(seed=self.seed, position=next(made))),
-            self.adaptive,
-            expected_batch_size=100.0,
         )
         random = np.random.default_rng(self.seed)
         planted = Canaries.plant(PARAMETERS, self.clipping, self.canaries, random)

@@ -16,7 +16,7 @@ from torch import Tensor
 from psgrad.engine.privacy import sampling as sampling_module
 from psgrad.engine.privacy.audit import FALSE_ALARM, judge
 from psgrad.engine.privacy.audit.noise_check import NoiseLog
-from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
+from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Relation
@@ -27,7 +27,6 @@ from tests.engine.privacy.planted import normals
 
 Patch = pytest.MonkeyPatch
 TENTH = Sampling("poisson", sample_rate=0.1)
-ADAPTIVE = AdaptiveBound(0.5, learning_rate=0.5, count_multiplier=2.0)
 
 
 def noise_that(change: Callable[[dict[str, Tensor], float], dict[str, Tensor]]) -> Callable[[Patch], None]:
@@ -114,10 +113,6 @@ def shuffled_epochs(step: int, count: int) -> np.ndarray:
     return np.sort(np.array_split(order, 10)[step % 10])
 
 
-def untruncated(patch: Patch) -> None:
-    patch.setattr(sampling_module, "random_subset", lambda count, size, generator: np.arange(count))
-
-
 def unclipped(patch: Patch) -> None:
     patch.setattr(Clipping, "factors", lambda self, norms, *_, **__: torch.ones_like(norms))
 
@@ -144,18 +139,6 @@ def unrounded(patch: Patch) -> None:
     patch.setattr("psgrad.engine.privacy.noise.noisy", noisy)
 
 
-def count_noise(factor: float) -> Callable[[Patch], None]:
-    def plant(patch: Patch) -> None:
-        from psgrad.engine.privacy.rounding import noisy
-
-        patch.setattr(
-            "psgrad.engine.privacy.clipping.noisy",
-            lambda count, std, generator: noisy(count, factor * std, generator) if factor else count.clone(),
-        )
-
-    return plant
-
-
 PLAIN = Game(FLAT, steps=4, canaries=500)
 DRAWN = Game(FLAT, sampling=TENTH, steps=20, canaries=4000)
 REPEATS, DRAWS, AGAIN = (
@@ -163,14 +146,6 @@ REPEATS, DRAWS, AGAIN = (
     "how many records are drawn",
     "records that come again in the next step",
 )
-TRUNCATED = Game(
-    FLAT,
-    sampling=Sampling("truncated_poisson", sample_rate=0.5, max_batch_size=1000, dataset_size=2000),
-    relation="zero_out",
-    canaries=1900,
-    steps=4,
-)
-COUNTED = Game(FLAT, adaptive=ADAPTIVE, steps=20, canaries=500)
 FAULTS: dict[str, tuple[Callable[[Patch], None], Game, str]] = {
     "no noise": (noise_that(each(torch.zeros_like)), PLAIN, "spread"),
     "half the noise": (noise_that(each(lambda noise: noise / 2)), PLAIN, "spread"),
@@ -219,9 +194,6 @@ FAULTS: dict[str, tuple[Callable[[Patch], None], Game, str]] = {
         AGAIN,
     ),
     "shuffled epochs": (batches_by(shuffled_epochs), DRAWN, AGAIN),
-    "a batch that is not truncated": (untruncated, TRUNCATED, DRAWS),
-    "a count without noise": (count_noise(0.0), COUNTED, "spread of the adaptive count"),
-    "a count with a quarter of its noise": (count_noise(0.25), COUNTED, "spread of the adaptive count"),
     "no clipping": (unclipped, Game(FLAT, canaries=500), "told apart"),
     "one and a half times the bound": (
         bound_and_a_half,
@@ -268,7 +240,6 @@ def test_audit_draw_questions_have_no_false_alarms() -> None:
         random, log = np.random.default_rng(seed), NoiseLog()
         for _ in range(10):
             log.add_batch(np.flatnonzero(random.random(300) < 0.1))
-            log.add_count(random.normal())
         log.add(
             {"w": torch.from_numpy(np.round(random.normal(size=400) * 4096) / 4096)},
             {"w": torch.zeros(400)},
@@ -276,19 +247,13 @@ def test_audit_draw_questions_have_no_false_alarms() -> None:
         )
         for question, p in log.check(TENTH, 300).p_values.items():
             found.setdefault(question, []).append(p)
-    assert len(found) == 9
+    assert len(found) == 8
     for question, values in found.items():
         assert min(values) > 1e-5, question
         assert np.mean(np.array(values) < 0.5) < 0.65, question
 
 
-def test_audit_truncated_batches_have_no_false_alarm_and_fixed_ones_one_size() -> None:
-    random = np.random.default_rng(1)
-    sampling = Sampling("truncated_poisson", sample_rate=0.5, max_batch_size=52, dataset_size=100)
-    log = NoiseLog()
-    for _ in range(30):
-        log.add_batch(np.arange(min(random.binomial(100, 0.5), 52)))
-    assert log.check(sampling, 100).p_values[DRAWS] > 0.01
+def test_audit_fixed_batches_have_one_size() -> None:
     for sizes, p in (([8, 8], 1.0), ([8, 9], 0.0)):
         log = NoiseLog()
         for size in sizes:

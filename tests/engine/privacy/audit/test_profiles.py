@@ -60,16 +60,6 @@ def test_profile_of_steps_without_amplification() -> None:
     [
         [(StepEvent(1.0, poisson(0.1), "add_or_remove_one"), 20)],
         [(StepEvent(1.1, poisson(0.07), "replace_one"), 28)],
-        [
-            (
-                StepEvent(
-                    3.0,
-                    Sampling("truncated_poisson", sample_rate=0.1, max_batch_size=25, dataset_size=200),
-                    "zero_out",
-                ),
-                1,
-            )
-        ],
         [(StepEvent(2.0, poisson(0.1), "zero_out"), 5), (StepEvent(1.6, poisson(0.1), "zero_out"), 3)],
     ],
 )

@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
-from psgrad.commands import residence
+from psgrad.commands import weight_placement
 from psgrad.commands.loaded_parts import pick_device
-from psgrad.commands.residence import residence_of
+from psgrad.commands.weight_placement import weight_placement_of
 from psgrad.config import load_config
 from psgrad.engine.execution.ranks import OneProcess
 from tests.workplace import Workplace
@@ -36,9 +36,9 @@ def test_where_weights_live(
     workplace.config["engine"] = engine
     (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
     config = load_config(workplace.folder / "config.yaml")
-    size = residence.weight_bytes(config.model, config.base)
-    monkeypatch.setattr(residence, "free_memory", lambda device: round(size / share))
-    assert residence_of(config, torch.device("cpu"), OneProcess()).where == expected
+    size = weight_placement.weight_bytes(config.model, config.base)
+    monkeypatch.setattr(weight_placement, "free_memory", lambda device: round(size / share))
+    assert weight_placement_of(config, torch.device("cpu"), OneProcess()).where == expected
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from psgrad.reports.words import amount
 
 
 @dataclass(frozen=True)
-class Residence:
+class WeightPlacement:
     """Where the weights live.
 
     Attributes:
@@ -44,11 +44,11 @@ class Residence:
             return None
         return limit if self.supply is None else limit - self.supply.budget
 
-    def supplied(self, device: torch.device) -> Residence:
-        """This residence with what brings the weights to a device."""
+    def supplied(self, device: torch.device) -> WeightPlacement:
+        """This placement with what brings the weights to a device."""
         return self if self.room is None else replace(self, supply=Supply(device, self.room))
 
-    def require_room(self, model: nn.Module) -> None:
+    def require_memory(self, model: nn.Module) -> None:
         """Raises ConfigError for a weight that is larger than all that may be on the device at a time."""
         if self.supply is None:
             return
@@ -67,12 +67,12 @@ class Residence:
             )
 
 
-def residence_of(config: Config, device: torch.device, processes: Processes) -> Residence:
+def weight_placement_of(config: Config, device: torch.device, processes: Processes) -> WeightPlacement:
     """As `engine.parameters` says; auto by the size of the model's files and the free memory, as rank 0 finds
     it: what is free differs from rank to rank, and ranks have to take the same steps.
     """
     if config.model.load is not None:
-        return Residence(f"model.load: {config.model.load} keeps them on the device")
+        return WeightPlacement(f"model.load: {config.model.load} keeps them on the device")
     engine, free = config.engine, free_memory(device)
     size = weight_bytes(config.model, config.base)
     why = "engine.parameters says so"
@@ -81,8 +81,10 @@ def residence_of(config: Config, device: torch.device, processes: Processes) -> 
         why = f"the model's files have {amount(size)}, and {amount(free)} are free"
         (offloaded,) = map(bool, processes.agreed("where weights live", lambda: [not fit(size, free)]))
     if not offloaded:
-        return Residence(why)
-    return Residence(why, memory_for_others(free // SHARE if engine.memory == "auto" else engine.memory))
+        return WeightPlacement(why)
+    return WeightPlacement(
+        why, memory_for_others(free // SHARE if engine.memory == "auto" else engine.memory)
+    )
 
 
 def weight_bytes(config: ModelConfig, base: Path) -> int:
