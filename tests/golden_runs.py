@@ -318,7 +318,7 @@ def evaluate(place: Place) -> None:
     queries(
         place,
         method="gradient_dot",
-        evaluate={"train": train, "subsets": 8, "removals": 4, "highest": 2, "ks": [2, 4, 8], "seeds": 2},
+        evaluate={"train": train, "subsets": 8, "removals": 5, "ks": [2, 4, 8], "seeds": 2},
     )
     for kind in ("loo", "lds", "removal"):
         place.command("influence", "config.yaml", "--evaluate", kind)

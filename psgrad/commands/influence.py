@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,29 +17,22 @@ from psgrad.commands.influence_ranking import QueryRankings, marked_beyond_loss,
 from psgrad.commands.influence_search import require_searchable, searched
 from psgrad.commands.influence_setup import (
     InfluenceSetup,
+    described,
     errors_of_own_method,
-    is_on_one_scale,
     set_up_influence,
     unit_of,
 )
 from psgrad.commands.influence_tables import (
-    ScreenedRows,
     Warnings,
-    coverage,
-    earlier_evaluations,
     query_table,
     training_table,
-    warn_of_plain_mean,
     warn_of_unranked,
     with_agreement,
     with_overall,
     without_nonfinite,
     write_tables,
 )
-from psgrad.commands.run_manifest import (
-    describe_run,
-    rank_facts_of_steps,
-)
+from psgrad.commands.run_manifest import describe_run, rank_facts_of_steps
 from psgrad.config import Config
 from psgrad.data.previews import input_of
 from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size
@@ -52,15 +45,9 @@ from psgrad.reports.words import duration
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.results import Say
-from psgrad.run.results.influence import (
-    SIGN,
-    InfluenceResult,
-    RemovalCheck,
-    shown_queries,
-    shown_rows,
-)
+from psgrad.run.results.influence import InfluenceResult, RemovalCheck, shown_queries, shown_rows
 from psgrad.run.results.influence_details import QuestionTables, TokenPair
-from psgrad.run.results.manifest import Counts, InfluenceFacts, RunManifest
+from psgrad.run.results.manifest import Counts
 from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
 
@@ -70,6 +57,12 @@ _SHOWN_EXAMPLES = 8
 # Seconds that self-influence, by one solve for each example, may be predicted to take where the config leaves
 # it open.
 _SELF_SECONDS = 30.0
+_CHECK_INTERRUPTED = (
+    "all scores are written to {}; the check of the largest ones was interrupted, and there is no page;"
+    " influence.check: never leaves it out"
+)
+
+AnyRun = Run[Any]
 
 
 @with_code_beside
@@ -96,24 +89,30 @@ def influence(
     with run.clock("load"):
         setup, store = loaded(config, run, warnings)
     if not processes.leads:
-        scored = scored_by_all(*screened(setup, store, run, warnings), matrix, run, warnings)
-        checked(scored, run, warnings)
+        checked(scored(setup, store, matrix, run, warnings), run, warnings)
         return None
     with run.clock("self-check"):
-        manifest = manifest_for(setup)
+        check = setup.run.self_check(setup.views[0].training.stream)
+        specs = [setup.run.config.influence.method.name, setup.run.config.influence.measurement.name]
+        manifest = replace(describe_run("influence", setup.run, check, specs), influence=described(setup))
     with run.begin(manifest):
-        scored = scored_by_all(*screened(setup, store, run, warnings), matrix, run, warnings)
+        found = scored(setup, store, matrix, run, warnings)
         require_unchanged(setup.run.samples.stamps)
-        result = with_tables_written(scored, run, warnings)
+        result = with_tables_written(found, matrix, run, warnings)
         try:
-            removals = checked(scored, run, warnings)
+            removals = checked(found, run, warnings)
         except KeyboardInterrupt:
             warnings(_CHECK_INTERRUPTED.format(run.path))
             raise
-        return finished(replace(result, check=removals), run, report)
+        words = None if removals is None else {**asdict(removals), "words": removals.words}
+        facts = run.add(influence=replace(run.manifest.influence, check=words, warnings=result.warnings))
+        result = replace(result, check=removals, manifest=facts)
+        if report:
+            from psgrad.reports.influence_page import write_influence_report  # all that needs matplotlib
 
-
-AnyRun = Run[Any]
+            with run.clock("report"):
+                write_influence_report(result, run.folder.write_bytes)
+    return result
 
 
 def loaded(config: Config, run: AnyRun, warnings: Warnings) -> tuple[InfluenceSetup, GradientIndex | None]:
@@ -126,115 +125,11 @@ def loaded(config: Config, run: AnyRun, warnings: Warnings) -> tuple[InfluenceSe
     return replace(setup, method=from_index(setup.method, store)), store
 
 
-def screened(
-    setup: InfluenceSetup, store: GradientIndex | None, run: AnyRun, warnings: Warnings
-) -> tuple[InfluenceSetup, ScreenedRows]:
-    """See `without_nonfinite`."""
-    with run.clock("screening"):
-        return without_nonfinite(setup, store, warnings)
-
-
-def manifest_for(setup: InfluenceSetup) -> RunManifest:
-    """manifest.json at the beginning, with the self-check, which runs now. Raises SelfCheckError."""
-    run, wanted = setup.run, setup.run.config.influence
-    check = run.self_check(setup.views[0].training.stream)
-    specs = [wanted.method.name, wanted.measurement.name]
-    return replace(describe_run("influence", run, check, specs), influence=described(setup))
-
-
-_CHECK_INTERRUPTED = (
-    "all scores are written to {}; the check of the largest ones was interrupted, and there is no page;"
-    " influence.check: never leaves it out"
-)
-
-
-def with_tables_written(scored: Scored, run: AnyRun, warnings: Warnings) -> InfluenceResult:
-    """The result of a run, with its tables written: all but what a check of removals adds, and the page."""
-    setup, all_scores, questions = scored.setup, scored.rankings.matrix, QuestionTables()
-    scores, larger_is_worse = scored.rankings.scores, setup.measurement.sign > 0
-    predicts_removal = bool(described(setup).predicts_removal)
-    if predicts_removal:
-        known = scored.queries[scored.queries["status"] == "ok"].set_index("index")["measurement"]
-        scores = marked_beyond_loss(setup, scores, known, warnings)
-    if all_scores is not None:
-        with run.clock("questions"):
-            questions = answered(setup, all_scores["scores"], scored.queries, scored.training, warnings)
-    found = facts_of(scored, run.manifest.influence, warnings.messages)
-    size = setup.processes.size
-    engine = replace(run.manifest.engine, processes=size if size > 1 else None, **setup.run.counts.facts())
-    facts = run.add(influence=found, counts=scored.counts(), engine=engine, ranks=scored.ranks)
-    first, examples = shown_rows(scores, scored.queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, larger_is_worse)
-    seen = setup.run.config.report.include_inputs
-    with run.clock("tables"):
-        result = InfluenceResult(
-            scores=scores,
-            queries=scored.queries,
-            training=scored.training,
-            manifest=facts,
-            folder=run.path,
-            method=setup.method.name,
-            unit=scored.unit,
-            predicts_removal=predicts_removal,
-            measurement=setup.measurement.name,
-            shown=scored.rankings.shown,
-            query_inputs={row: input_of(setup.query_reader.samples, row) for row in first} if seen else {},
-            training_inputs={row: input_of(setup.run.samples, row) for row in examples} if seen else {},
-            facts=scored.fit,
-            warnings=warnings.messages,
-            class_names=setup.run.config.data.class_names,
-            larger_is_worse=larger_is_worse,
-            questions=questions,
-            tokens=scored.tokens,
-            evaluations=earlier_evaluations(setup.run.config, found),
-        )
-        write_tables(result, all_scores if scored.matrix else None, run.folder)
-        run.write_manifest()
-    return result
-
-
-def facts_of(scored: Scored, before: InfluenceFacts, warnings: list[str]) -> InfluenceFacts:
-    """Facts about the scores for manifest.json. before: those of the beginning."""
-    setup = scored.setup
-    return replace(
-        described(setup),
-        queries=before.queries,
-        unit=scored.unit,
-        fit=scored.fit,
-        search=scored.search,
-        coverage=coverage(setup.run.model, setup.views[0].training.params, scored.fit),
-        warnings=warnings,
-    )
-
-
-def checked(scored: Scored, run: AnyRun, warnings: Warnings) -> RemovalCheck | None:
-    """The check of the largest scores, by all processes together; None where there is none."""
-    setup = scored.setup
-    if not described(setup).predicts_removal:
-        return None
-    with run.clock("check"), errors_of_own_method(setup.run.config.influence.method.name):
-        scores, own = scored.rankings.scores, scored.own
-        return check_removals(setup, scored.fitted, scores, own, warnings, run.clock.count)
-
-
-def finished(result: InfluenceResult, run: AnyRun, report: bool) -> InfluenceResult:
-    """The result with its whole manifest; plots and page are written where a report is asked for."""
-    check = None if result.check is None else {**asdict(result.check), "words": result.check.words}
-    influence = replace(run.manifest.influence, check=check, warnings=result.warnings)
-    result = replace(result, manifest=run.add(influence=influence))
-    if report:
-        from psgrad.reports.influence_page import write_influence_report  # which is all that needs matplotlib
-
-        with run.clock("report"):
-            write_influence_report(result, run.folder.write_bytes)
-    return result
-
-
 @dataclass(frozen=True)
 class Scored:
     """What a run has found.
 
-    setup: without the rows that have no score. queries, training: the tables of the result. fit: the facts of
-    the method at each checkpoint. unit: of a score. matrix: whether all scores become a file. tokens: see
+    setup: without the rows that have no score. queries, training: the tables of the result. tokens: see
     `token_pairs`. search: the facts of an approximate search. fitted: the method at each checkpoint, and own
     [n] the self-influences, for the check of removals.
     """
@@ -243,30 +138,20 @@ class Scored:
     queries: pd.DataFrame
     training: pd.DataFrame
     rankings: QueryRankings
-    fit: list[dict[str, Any]]
-    unit: str
-    ranks: dict[str, Any] | None = None
-    matrix: bool = False
-    tokens: list[TokenPair] = field(default_factory=list)
-    search: dict[str, Any] | None = None
-    fitted: Sequence[Fitted] = ()
-    own: np.ndarray | None = None
-
-    def counts(self) -> Counts:
-        excluded = [int((table["status"] != "ok").sum()) for table in (self.training, self.queries)]
-        return Counts(
-            training_examples=len(self.training),
-            training_nonfinite=excluded[0],
-            queries=len(self.queries),
-            queries_nonfinite=excluded[1],
-        )
+    tokens: list[TokenPair]
+    search: dict[str, Any] | None
+    fitted: Sequence[Fitted]
+    own: np.ndarray | None
+    ranks: dict[str, Any] | None
 
 
-def scored_by_all(
-    setup: InfluenceSetup, screening: ScreenedRows, matrix: bool, run: AnyRun, warnings: Warnings
+def scored(
+    setup: InfluenceSetup, store: GradientIndex | None, matrix: bool, run: AnyRun, warnings: Warnings
 ) -> Scored:
-    """What all processes compute together, of rows that are finite."""
+    """What all processes compute together, of rows that are finite. store: the index that answers."""
     wanted, clock = setup.run.config.influence, run.clock
+    with clock("screening"):
+        setup, screening = without_nonfinite(setup, store, warnings)
     require_room(setup, matrix)
     with errors_of_own_method(wanted.method.name):
         with clock("weight decay"):
@@ -279,62 +164,91 @@ def scored_by_all(
                 divisors = [divisor(each.self_influence(), wanted.normalize) for each in fitted]
         everything, search = setup, None
         if wanted.index_search.approximate:
-            search = searched(setup, fitted, run, warnings)
-            setup, fitted = search.setup, search.fitted
+            found = searched(setup, fitted, run, warnings)
+            setup, fitted, search = found.setup, found.fitted, found.facts
         with clock("scores"):
             queries = query_table(setup, screening)
             shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
             keep = matrix or setup.keeps_all_scores
             rankings = rank(setup, fitted, divisors, shown, keep, run.progress)
             warn_of_unranked(setup, rankings, warnings)
-            warn_of_plain_mean(setup, rankings, warnings)
             queries = with_agreement(queries, setup.query_rows, rankings.agreement)
             tokens = token_pairs(setup, fitted, rankings.pairs, shown)
         spent = setup.agreed_seconds(clock.seconds["scores"])
         with clock("self-influence"):
             own = self_influence(everything, fitted, spent, warnings)
     training = with_overall(training_table(everything, screening, own), setup.training_rows, rankings.overall)
-    return Scored(
-        setup,
-        queries,
-        training,
-        rankings,
-        fit=[each.facts for each in fitted],
-        unit=unit_of(setup, fitted),
-        ranks=rank_facts_of_steps(setup.processes, "influence."),
-        matrix=matrix,
-        tokens=tokens,
-        search=None if search is None else search.facts,
-        fitted=fitted,
-        own=own,
-    )
+    ranks = rank_facts_of_steps(setup.processes, "influence.")
+    return Scored(setup, queries, training, rankings, tokens, search, fitted, own, ranks)
 
 
-def described(setup: InfluenceSetup) -> InfluenceFacts:
-    """Facts about the scores for manifest.json, before there are any scores."""
-    wanted = setup.run.config.influence
-    return InfluenceFacts(
-        method=setup.method.name,
-        sign=SIGN,
-        unit=unit_of(setup),
-        predicts_removal=(
-            setup.method.predicts_removal and wanted.normalize == "none" and not is_on_one_scale(setup)
+def with_tables_written(found: Scored, matrix: bool, run: AnyRun, warnings: Warnings) -> InfluenceResult:
+    """The result of a run, with its tables written: all but what a check of removals adds, and the page."""
+    setup, all_scores, questions = found.setup, found.rankings.matrix, QuestionTables()
+    scores, larger_is_worse = found.rankings.scores, setup.measurement.sign > 0
+    if run.manifest.influence.predicts_removal:
+        known = found.queries[found.queries["status"] == "ok"].set_index("index")["measurement"]
+        scores = marked_beyond_loss(setup, scores, known, warnings)
+    if all_scores is not None:
+        with run.clock("questions"):
+            questions = answered(setup, all_scores["scores"], warnings)
+    fit, unit = [each.facts for each in found.fitted], unit_of(setup, found.fitted)
+    size = setup.processes.size
+    facts = run.add(
+        influence=replace(
+            described(setup),
+            queries=run.manifest.influence.queries,
+            unit=unit,
+            fit=fit,
+            search=found.search,
+            warnings=warnings.messages,
         ),
-        measurement=setup.measurement.name,
-        normalize=wanted.normalize,
-        average=wanted.average if len(setup.views) > 1 else None,
-        parameters=list(setup.views[0].training.params),
-        coverage=coverage(setup.run.model, setup.views[0].training.params),
-        checkpoints=[
-            {
-                "path": view.path,
-                "sha256": view.sha256,
-                "learning_rate": view.checkpoint.learning_rate,
-            }
-            for view in setup.views
-        ],
-        queries={"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
+        counts=Counts(
+            training_examples=len(found.training),
+            training_nonfinite=int((found.training["status"] != "ok").sum()),
+            queries=len(found.queries),
+            queries_nonfinite=int((found.queries["status"] != "ok").sum()),
+        ),
+        engine=replace(run.manifest.engine, processes=size if size > 1 else None, **setup.run.counts.facts()),
+        ranks=found.ranks,
     )
+    first, examples = shown_rows(scores, found.queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, larger_is_worse)
+    seen = setup.run.config.report.include_inputs
+    with run.clock("tables"):
+        result = InfluenceResult(
+            scores=scores,
+            queries=found.queries,
+            training=found.training,
+            manifest=facts,
+            folder=run.path,
+            method=setup.method.name,
+            unit=unit,
+            predicts_removal=bool(facts.influence.predicts_removal),
+            measurement=setup.measurement.name,
+            shown=found.rankings.shown,
+            query_inputs={row: input_of(setup.query_reader.samples, row) for row in first} if seen else {},
+            training_inputs={row: input_of(setup.run.samples, row) for row in examples} if seen else {},
+            facts=fit,
+            warnings=warnings.messages,
+            class_names=setup.run.config.data.class_names,
+            larger_is_worse=larger_is_worse,
+            questions=questions,
+            tokens=found.tokens,
+        )
+        write_tables(result, all_scores if matrix else None, run.folder)
+        run.write_manifest()
+    return result
+
+
+def checked(found: Scored, run: AnyRun, warnings: Warnings) -> RemovalCheck | None:
+    """The check of the largest scores, by all processes together; None where there is none."""
+    setup = found.setup
+    if not described(setup).predicts_removal:
+        return None
+    with run.clock("check"), errors_of_own_method(setup.run.config.influence.method.name):
+        return check_removals(
+            setup, found.fitted, found.rankings.scores, found.own, warnings, run.clock.count
+        )
 
 
 def self_influence(
@@ -366,4 +280,4 @@ def self_influence(
         if predicted > _SELF_SECONDS:
             say(f"{words}; {cheaper}; self_influence: never leaves it out")
     found = [torch.cat([block.self_influence for block in each.self_influence()]) for each in fitted]
-    return joined_self(setup.method, found, setup.run.config.influence.average).numpy()
+    return joined_self(setup.method, found).numpy()

@@ -23,6 +23,8 @@ from psgrad.engine.influence.training_run import TrainingRun, distance
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.models.factory import checkpoint_hash, load_model
 
+# How far the end of a run may be from the checkpoint, as a share of the way from the initial weights.
+_TOLERANCE = 1e-3
 _RECIPE = ("optimizer", "epochs", "batch_size", "learning_rate", "schedule", "momentum", "weight_decay")
 
 
@@ -32,12 +34,8 @@ def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
     """
     if config.model.pretrained is not None and not (config.model.checkpoint or config.influence.checkpoints):
         raise ConfigError(
-            "models would be trained again from the trained weights: model.pretrained has the only ones;"
-            " expected the weights that training began with, and those that it ended with",
-            hint=(
-                "set model.pretrained to the model that was fine-tuned, and model.checkpoint to the folder of"
-                " the result"
-            ),
+            "models would be trained again from the trained weights: model.pretrained has the only ones",
+            hint="set model.pretrained to the model before its training, and model.checkpoint to the result",
         )
     bare = config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
 
@@ -71,7 +69,7 @@ def recomputed_run(config: Config, run: Setup, say: Callable[[str], None]) -> tu
         of_model(initial, run),
     )
     if config.model.checkpoint is not None:
-        require_same_end(training, run.objective.params, str(config.model.checkpoint), wanted.tolerance)
+        require_same_end(training, run.objective.params, str(config.model.checkpoint))
     return with_weights(run, training.final), training
 
 
@@ -94,22 +92,16 @@ def with_weights(run: Setup, params: Mapping[str, torch.Tensor]) -> Setup:
     return replace(run, model=model, objective=at_weights(run.objective, model, "the end of the run"))
 
 
-def require_same_end(training: TrainingRun, end: Vectors, path: str, tolerance: float) -> None:
+def require_same_end(training: TrainingRun, end: Vectors, path: str) -> None:
     """Raises CheckpointError where the run ends elsewhere than the checkpoint."""
     apart, way = distance(end, training.final), distance(end, training.initial)
-    if apart <= tolerance * way:
+    if apart <= _TOLERANCE * way:
         return
     share = f"{apart / way:.3g} times as far" if way else "not there, while the checkpoint is where it began"
     raise CheckpointError(
         f"the training run that influence.training describes does not end at {path}: its end is {share}"
-        f" from it as the initial weights are (distance {apart:.3g}, {way:.3g}); expected at most"
-        f" {tolerance:g} times (influence.training.tolerance)",
-        hint=(
-            "another optimiser, learning rate, number of epochs, order of the rows or initial weights;"
-            " or a run that random numbers or another machine's rounding lead elsewhere; correct"
-            " influence.training, or leave model.checkpoint out: the end of the training run is then"
-            " the model"
-        ),
+        f" from it as the initial weights are (distance {apart:.3g}, {way:.3g})",
+        hint="correct influence.training, or leave model.checkpoint out, which makes that end the model",
     )
 
 
@@ -133,9 +125,7 @@ def first_run(config: Config, processes: Processes) -> Setup:
     require_of_groups(config, run)
     if draws_at_random(run.first_output, run.model):
         raise ConfigError(
-            "the model draws random numbers in train mode, and its gradients would be others each time"
-            " they are taken; expected a model with one gradient an example: dropout is switched off"
-            " where influence is measured",
+            "the model draws random numbers in train mode, so an example has no one gradient",
             hint="set model.mode: eval",
         )
     return run
@@ -157,12 +147,11 @@ def require_of_weights(config: Config, run: Setup) -> None:
     else:
         return
     raise ConfigError(
-        f"data.weight: {problem} is not computed for losses with weights; expected"
-        f" {', '.join(_FIRST_ORDER)}, influence by the gauss_newton or hessian curvature, or ekfac with"
-        " fisher: sampled or exact",
+        f"data.weight: {problem} is not computed for losses with weights: its curvature would have their"
+        " squares",
         hint=(
-            "its curvature is of products of gradients, which have the square of a weight; choose one"
-            " of these, or leave data.weight out"
+            f"choose {', '.join(_FIRST_ORDER)}, influence by the gauss_newton or hessian curvature, or ekfac"
+            " with fisher: sampled or exact"
         ),
     )
 
@@ -188,10 +177,11 @@ def require_of_groups(config: Config, run: Setup) -> None:
         problem = f"an index of the {wanted.index.features}"
     if problem is not None:
         raise ConfigError(
-            f"{problem} is not computed for groups of rows; expected where data.group is set:"
-            f" {', '.join(_FIRST_ORDER)}, or influence with leverage: false and change: gradient; and the"
-            " measurement loss",
-            hint="choose one of these, or leave data.group out",
+            f"data.group: {problem} is not computed for groups of rows",
+            hint=(
+                f"choose {', '.join(_FIRST_ORDER)}, or influence with leverage: false and change: gradient;"
+                " and the measurement loss"
+            ),
         )
 
 

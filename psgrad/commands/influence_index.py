@@ -116,9 +116,8 @@ def _made_by_first(path: Path, description: dict[str, Any], processes: Processes
     store = GradientIndex.begun(path)
     if store is None:
         raise DistributedError(
-            f"rank {processes.rank} does not see the index {path} that rank 0 has made; expected an index"
-            " folder on storage that all machines share",
-            hint="choose such an influence.index.path; or run --part K/N on each machine",
+            f"rank {processes.rank} does not see the index {path} that rank 0 has made",
+            hint="choose an influence.index.path that all machines share; or run --part K/N on each machine",
         )
     store.require(description)
     return store
@@ -135,12 +134,8 @@ def finish_index(path: Path) -> IndexResult:
         rows = store.shards[shard]
         raise OutputError(
             f"the index {path} lacks {len(missing):,} shards, the first one that of the rows"
-            f" {rows.start:,} to {rows.stop - 1:,} at checkpoint {number}; expected all shards, each built"
-            " by one part",
-            hint=(
-                "a part has not run, or has not come to its end; run that part again: finished shards"
-                " are kept"
-            ),
+            f" {rows.start:,} to {rows.stop - 1:,} at checkpoint {number}",
+            hint="run that part again: finished shards are kept",
         )
     with clock("gradients"):
         write_sums(store, [number for number, _ in todo])
@@ -164,8 +159,7 @@ def require_index(config: Config) -> IndexConfig:
     """The index that a config describes. Raises ConfigError where there is none."""
     if config.influence.index is None:
         raise ConfigError(
-            "the config has no influence.index; expected where the index is to be, and what it holds:"
-            " influence: {index: {path: runs/my-index}}",
+            "the config has no influence.index", hint="set influence.index: {path: runs/my-index}"
         )
     return config.influence.index
 
@@ -287,9 +281,6 @@ def require_losses(index: GradientIndex, run: Setup, rows: list[int], known: tor
         place = int(different.nonzero()[0])
         raise OutputError(
             f"the index {index.path} is of something else: it has a loss of {float(known[place]):.4g} for"
-            f" row {rows[place]}; expected {float(found[place]):.4g}, as the model has it now",
-            hint=(
-                "a file that the model or the loss reads while it runs was changed since it was built;"
-                " put them back, or build the index again with --overwrite"
-            ),
+            f" row {rows[place]}, and the model has {float(found[place]):.4g} now",
+            hint="put back the files that the model or the loss reads, or build it again with --overwrite",
         )

@@ -20,7 +20,7 @@ from psgrad.data.rows import Block, Samples
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.ranks import Processes
-from psgrad.errors import ConfigError, one_line
+from psgrad.errors import ConfigError
 from psgrad.run.results.analyze import rows_where
 
 
@@ -68,8 +68,7 @@ def _listed(wanted: QueriesConfig, samples: Samples) -> np.ndarray:
     rows = np.array(wanted.rows, dtype=np.int64)
     if rows.max() >= len(samples):
         raise ConfigError(
-            f"influence.queries.rows names row {rows.max()}; expected rows from 0 to {len(samples) - 1}:"
-            f" the queries have {len(samples)}",
+            f"influence.queries.rows names row {rows.max()}, and the rows go from 0 to {len(samples) - 1}",
         )
     return rows
 
@@ -82,13 +81,10 @@ def _rows_of_ids(key: str, ids: Sequence[str | int], samples: Samples, among: np
     missing = [each for each in ids if str(each) not in places]
     if missing:
         close = nearest(str(missing[0]), list(places))
+        more = f" (nor {len(missing) - 1} more of them)" if len(missing) > 1 else ""
         raise ConfigError(
-            one_line(
-                f"{key} names {missing[0]!r}, which no row has"
-                + (f" (nor {len(missing) - 1} more of them)" if len(missing) > 1 else ""),
-                f"expected ids such as {', '.join(list(places)[:3])}: of {len(places):,} rows",
-            ),
-            hint=f"did you mean {close}?" if close else None,
+            f"{key} names {missing[0]!r}, which no row has{more}",
+            hint=f"did you mean {close}?" if close else f"ids are such as {', '.join(list(places)[:3])}",
         )
     return np.array([places[str(each)] for each in ids], dtype=np.int64)
 
@@ -145,10 +141,7 @@ def _chosen(wanted: QueriesConfig, table: pd.DataFrame) -> np.ndarray:
         )
     if not len(table):
         said = ", ".join(sorted(wanted.choice_given - {"rows", "ids"}))
-        raise ConfigError(
-            f"influence.queries: {said} leave none of {of}; expected at least one row to ask about",
-            hint="ask for other rows",
-        )
+        raise ConfigError(f"influence.queries: {said} leave none of {of}", hint="ask for other rows")
     return table["index"].to_numpy(np.int64)
 
 

@@ -1,6 +1,6 @@
 """Questions beside the ranking. About several rows at once, answered from all scores [n, m]: groups of
-training examples, contrasts of two queries, and means by class. With `level: token`: the
-ranked pairs of the queries that are shown, token by token.
+training examples, and contrasts of two queries. With `level: token`: the ranked pairs of the queries that
+are shown, token by token.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from psgrad.commands.influence_setup import InfluenceSetup
 from psgrad.data.rows import Samples
 from psgrad.engine.free_memory import free_host_memory
 from psgrad.engine.influence.method import Fitted, Preconditioned
-from psgrad.engine.influence.ranking import OverQueries, Strongest, over_queries, summed_over_groups
+from psgrad.engine.influence.ranking import Strongest, over_queries, summed_over_groups
 from psgrad.engine.influence.token_scores import TokenTerms, token_scores
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.reports.words import amount
-from psgrad.run.results import has_classes
 from psgrad.run.results.influence import ALL_INDEX, ALL_QUERIES, ranked_pairs
 from psgrad.run.results.influence_details import (
     CONTRAST_COLUMNS,
@@ -32,10 +31,6 @@ from psgrad.run.results.influence_details import (
 )
 
 Array = np.ndarray[Any, Any]
-# A summary by class or by group has at most this number of them.
-_MOST_SUMMARISED = 30
-
-
 # At most this number of copies of all scores, in float64, exist at once: while blocks are joined, and while
 # queries are compared.
 _COPIES = 4
@@ -54,8 +49,7 @@ def require_room(setup: InfluenceSetup, matrix: bool) -> None:
     if not reasons or each * m <= free:
         return
     raise InfluenceError(
-        f"all {n:,} x {m:,} scores take {amount(each * m)} of memory, and {amount(free)} are free;"
-        " expected scores that fit: training examples times queries, in four copies of 8 bytes",
+        f"all {n:,} x {m:,} scores take {amount(each * m)} of memory, and {amount(free)} are free",
         hint=(
             f"{', '.join(reasons)} need them all at once; leave that out, or ask about"
             f" {max(1, free // each):,} of the queries (influence.queries.rows, worst)"
@@ -63,17 +57,8 @@ def require_room(setup: InfluenceSetup, matrix: bool) -> None:
     )
 
 
-def answered(
-    setup: InfluenceSetup,
-    scores: Array,
-    queries: pd.DataFrame,
-    training: pd.DataFrame,
-    say: Callable[[str], None],
-) -> QuestionTables:
-    """All that the config asks of the scores [n, m] of the rows that have some, and the summary by class.
-
-    queries, training: the tables of the run, with the rows that are left out, too.
-    """
+def answered(setup: InfluenceSetup, scores: Array, say: Callable[[str], None]) -> QuestionTables:
+    """All that the config asks of the scores [n, m] of the rows that have some."""
     wanted = setup.run.config.influence
     ids, rows = setup.run.samples.ids, setup.training_rows
     query_ids = setup.query_reader.samples.ids
@@ -87,14 +72,11 @@ def answered(
         contrasts.append(contrast_table(both, query_ids[list(pair)], ids[rows], rows, wanted.top))
     groups = pd.DataFrame()
     if setup.groups is not None:
-        groups = group_table(
-            scores, setup.groups[rows], query_ids[setup.query_rows], setup.query_rows, wanted.top,
-            wanted.over_queries,
-        )  # fmt: skip
+        asked = query_ids[setup.query_rows]
+        groups = group_table(scores, setup.groups[rows], asked, setup.query_rows, wanted.top)
     return QuestionTables(
         groups=groups,
         contrasts=pd.concat(contrasts, ignore_index=True) if contrasts else pd.DataFrame(),
-        summary=summary_table(setup, scores, queries, training),
     )
 
 
@@ -111,13 +93,11 @@ def group_sums(scores: Array, groups: Array) -> tuple[Array, Array, Array]:
     return names, sizes, sums.numpy()
 
 
-def group_table(
-    scores: Array, groups: Array, query_ids: Array, query_rows: Array, top: int, how: OverQueries
-) -> pd.DataFrame:
+def group_table(scores: Array, groups: Array, query_ids: Array, query_rows: Array, top: int) -> pd.DataFrame:
     """See QuestionTables.groups."""
     names, sizes, sums = group_sums(scores, groups)
     joined = torch.from_numpy(sums)
-    value, count = over_queries(joined.unsqueeze(2), how)[:, :, 0]
+    value, count = over_queries(joined.unsqueeze(2))[:, :, 0]
     whole = _strongest((value / count).unsqueeze(1), len(names))
     single = _strongest(joined, top)
     tables = [
@@ -151,37 +131,12 @@ def contrast_table(both: Array, query_ids: Array, train_ids: Array, rows: Array,
     )[list(CONTRAST_COLUMNS)]
 
 
-# -- the summary ---------------------------------------------------------------------------------------------
-
-
-def summary_table(
-    setup: InfluenceSetup, scores: Array, queries: pd.DataFrame, training: pd.DataFrame
-) -> pd.DataFrame:
-    """See QuestionTables.summary; empty where rows have no class, or there are many."""
-    if not (has_classes(queries) and has_classes(training)):
-        return pd.DataFrame()
-    of_queries = queries.set_index("index")["target"].reindex(setup.query_rows).to_numpy()
-    classes = training.set_index("index")["target"].reindex(setup.training_rows).to_numpy()
-    by = {"class": classes}
-    if setup.groups is not None:
-        by["group"] = setup.groups[setup.training_rows]
-    if len(np.unique(of_queries)) > _MOST_SUMMARISED:
-        return pd.DataFrame()
-    parts = []
-    for name, groups in by.items():
-        if len(np.unique(groups)) > _MOST_SUMMARISED:
-            continue
-        known = pd.DataFrame(scores).groupby(groups).mean().T  # a row a query, a column a group
-        means = known.groupby(of_queries).mean().rename_axis("query_class").reset_index()
-        found = means.melt(id_vars="query_class", var_name="of", value_name="score")
-        sizes = pd.Series(groups).value_counts()
-        parts.append(found.assign(by=name, rows=found["of"].map(sizes), of=found["of"].astype(str)))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+# -- tokens -------------------------------------------------------------------------------------------------
 
 
 def require_tokens(setup: InfluenceSetup) -> None:
-    """Raises ConfigError where scores of tokens are asked for, and the loss, the measurement, the processes
-    or the length of a query have none.
+    """Raises ConfigError where scores of tokens are asked for, and the loss, the measurement or the processes
+    have none.
     """
     wanted = setup.run.config.influence
     if wanted.level != "token":
@@ -197,22 +152,9 @@ def require_tokens(setup: InfluenceSetup) -> None:
         problem = "data.group makes one sample of several texts"
     if problem is not None:
         raise ConfigError(
-            f"influence.level: token: {problem}; expected the loss token_cross_entropy, the measurement"
-            " loss, a text a row, and one process",
+            f"influence.level: token: {problem}",
             hint="set influence.level: sample",
         )
-    for row in setup.asked_rows if wanted.query_tokens else ():
-        block = setup.query_reader.take(np.array([row]))
-        assert block.target is not None, "the loss has a target for each position"
-        length = len(_tokens(tuple(x[0] for x in block.inputs), block.target[0], _ignored(setup))[0])
-        beyond = [each for each in wanted.query_tokens or () if each >= length]
-        if beyond:
-            raise ConfigError(
-                f"influence.query_tokens names token {beyond[0]}, and the query"
-                f" {setup.query_reader.samples.ids[row]} has {length}; expected tokens from 0 to"
-                f" {length - 1}",
-                hint="ask about other tokens, or about other queries",
-            )
 
 
 def token_pairs(
@@ -225,7 +167,6 @@ def token_pairs(
         return []
     solver, view = _solver(setup, fitted[-1]), setup.views[-1]
     ignored = _ignored(setup)
-    wanted = setup.run.config.influence.query_tokens
     training_ids, query_ids = setup.run.samples.ids, setup.query_reader.samples.ids
     terms_of = cache(lambda place: TokenTerms.of(view.training, place, ignored))
     found = []
@@ -234,9 +175,6 @@ def token_pairs(
         rows = pairs["train_index"].drop_duplicates().tolist()
         terms = TokenTerms.of(view.queries, int(np.flatnonzero(setup.query_rows == query)[0]), ignored)
         places, text = _text(terms, setup.query_reader.samples, setup)
-        if wanted is not None:
-            kept = np.isin(text.places, wanted)
-            places, text = places[kept], TokenText(text.ids, text.places[kept], text.pieces)
         if not len(places) or not rows:
             continue
         training = [terms_of(int(np.searchsorted(setup.training_rows, row))) for row in rows]
@@ -260,9 +198,8 @@ def _solver(setup: InfluenceSetup, fitted: Fitted) -> Preconditioned:
     if solver is None or solver is not fitted:
         raise InfluenceError(
             f"influence.level: token: the scores of {setup.run.config.influence.method.name} with these"
-            " options are not a sum over tokens; expected ekfac, or influence with leverage:"
-            " false and change: gradient",
-            hint="set influence.method: ekfac",
+            " options are not a sum over tokens",
+            hint="choose ekfac, or influence with leverage: false and change: gradient",
         )
     return solver
 

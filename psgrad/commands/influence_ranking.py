@@ -17,9 +17,7 @@ from psgrad.engine.influence.method import Fitted, with_total
 from psgrad.engine.influence.ranking import (
     CheckpointAgreement,
     JoinedBlock,
-    OverQueries,
     Strongest,
-    joined_over,
     joined_scores,
     over_queries,
 )
@@ -35,21 +33,18 @@ class QueryRankings:
     """What is kept of the scores.
 
     pairs: the ranked pairs of each query, with SCORE_COLUMNS; scores: the same with those of all queries
-    together. overall: [n], over the queries that have a score, their mean or the largest. sums: label of a
-    layer -> [2, n, 1 + checkpoints], of all checkpoints together and of each, see `over_queries`. shown:
-    query row -> all scores, [rows of the training data], NaN where a row was excluded. matrix: where all
-    scores were to be kept, scores [n, m], train_index [n] and query_index [m]. agreement, largest_share: [m],
-    of several checkpoints, see `CheckpointAgreement`; empty of one.
+    together. overall: [n], the mean over the queries that have a score. shown: query row -> all scores, [rows
+    of the training data], NaN where a row was excluded. matrix: where all scores were to be kept, scores
+    [n, m], train_index [n] and query_index [m]. agreement: [m], of several checkpoints, see
+    `CheckpointAgreement`; empty of one.
     """
 
     pairs: pd.DataFrame
-    sums: dict[str, torch.Tensor]
     scores: pd.DataFrame
     overall: np.ndarray
     shown: dict[int, np.ndarray]
     matrix: dict[str, np.ndarray] | None
     agreement: np.ndarray
-    largest_share: np.ndarray
 
 
 def rank(
@@ -75,11 +70,9 @@ def rank(
             replace(view.queries, read=_some(view.queries.read, first), count=len(places))
             for view in setup.views
         ]
-        block = _QueryBlock(
-            wanted.top, [place - first for place in kept if place in places], wanted.over_queries
-        )
+        block = _QueryBlock(wanted.top, [place - first for place in kept if place in places])
         per = "total" if wanted.layers == "none" else wanted.layers
-        for joined in joined_scores(setup.method, fitted, asked, per, divisors, wanted.average):
+        for joined in joined_scores(setup.method, fitted, asked, per, divisors):
             totals = tuple(map(with_total, joined.single))
             block.add(replace(joined, scores=with_total(joined.scores), single=totals))
             progress(Progress(joined.stop, n, "scores", unit="training example"))
@@ -114,8 +107,8 @@ class _QueryBlock:
     together and of each, see `over_queries`.
     """
 
-    def __init__(self, top: int, wanted: list[int], joined_by: OverQueries) -> None:
-        self.top, self.wanted, self.m, self.joined_by = top, wanted, 0, joined_by
+    def __init__(self, top: int, wanted: list[int]) -> None:
+        self.top, self.wanted, self.m = top, wanted, 0
         self.strongest: dict[str, list[Strongest]] = {}
         self.columns: list[torch.Tensor] = []
         self.sums: dict[str, list[torch.Tensor]] = {}
@@ -134,7 +127,7 @@ class _QueryBlock:
             for strongest, own in zip(kept[1:], single, strict=True):
                 strongest.add(block.start, own)
             whole = torch.stack([scores, *single], 2).double()
-            self.sums.setdefault(label, []).append(over_queries(whole, self.joined_by))
+            self.sums.setdefault(label, []).append(over_queries(whole))
         self.columns.append(next(iter(block.scores.values()))[:, self.wanted])
 
 
@@ -153,10 +146,7 @@ def _assembled(
             layer = label if layers else None
             parts.append(_pairs(kept, query_ids[here], setup.query_rows[here], ids, rows, layer))
             place += block.m
-        sums[label] = joined_over(
-            [torch.cat(block.sums[label], 1) for block in blocks],
-            setup.run.config.influence.over_queries,
-        )
+        sums[label] = torch.stack([torch.cat(block.sums[label], 1) for block in blocks]).sum(0)
     pairs = pd.concat(parts, ignore_index=True)
     scores, overall = with_all_queries(setup, pairs, sums)
     columns = torch.cat([torch.cat(block.columns) for block in blocks], 1).numpy()
@@ -167,19 +157,16 @@ def _assembled(
         if row in shown
     }
     everything = {"scores": columns, "train_index": rows, "query_index": setup.query_rows} if matrix else None
-    agreement, shares = np.empty(0), np.empty(0)
+    agreement = np.empty(0)
     if len(setup.views) > 1:
         agreement = torch.cat([block.agreement.correlation() for block in blocks]).numpy()
-        shares = torch.cat([block.agreement.largest_share() for block in blocks]).numpy()
-    return QueryRankings(pairs, sums, scores, overall, first, everything, agreement, shares)
+    return QueryRankings(pairs, scores, overall, first, everything, agreement)
 
 
 def with_all_queries(
     setup: InfluenceSetup, pairs: pd.DataFrame, sums: Mapping[str, torch.Tensor]
 ) -> tuple[pd.DataFrame, np.ndarray]:
-    """(the pairs with those of all queries together, by the mean of their scores or the largest; that number
-    [n]). See `QueryRankings`.
-    """
+    """(the pairs with those of all queries together, by the mean of their scores; that mean [n])."""
     ids, rows, wanted = setup.run.samples.ids, setup.training_rows, setup.run.config.influence
     parts, found = [], list[np.ndarray]()
     for label, (total, count) in sums.items():

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from psgrad.commands.influence_setup import InfluenceSetup
-from psgrad.config import Config, IndexSearchConfig
+from psgrad.config import Config
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.free_memory import free_host_memory
 from psgrad.engine.influence.index.estimators import FittedRows
 from psgrad.engine.influence.index.search import FoundRows, found_rows, recalls, strongest_rows, vectors_of
 from psgrad.engine.influence.index.stored_index import ChosenRows, StoredRows
 from psgrad.engine.influence.method import Fitted
-from psgrad.errors import ConfigError, InfluenceError, one_line
+from psgrad.errors import ConfigError, InfluenceError
 from psgrad.reports.words import amount
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.results import Progress, Say
@@ -31,6 +31,8 @@ Array = np.ndarray[Any, Any]
 
 _LOW = 0.9  # a recall below it is warned of
 _SAMPLE = 64  # rows for each list, from which its mean is found
+_CANDIDATES = 2  # rows that are found, and scored exactly, for each one that is ranked
+_MEASURED = 20  # queries that are also answered by reading all rows
 _SEARCHED = 4  # by default one in this number of lists
 _BYTES = 6  # of a number: in the lists, and twice more while they are written
 
@@ -59,9 +61,8 @@ def require_searchable(config: Config, *, matrix: bool, processes: Processes) ->
     for what, why in reasons.items():
         if why:
             raise ConfigError(
-                f"influence.index_search: approximate does not go with {what}; expected one process that"
-                " ranks the strongest rows of each query",
-                hint=one_line(why, f"set influence.index_search: exact, or leave {what} out"),
+                f"influence.index_search: approximate does not go with {what}: {why}",
+                hint=f"set influence.index_search: exact, or leave {what} out",
             )
     require_faiss()
 
@@ -82,26 +83,22 @@ def searched(
     assert isinstance(whole, FittedRows)
     assert isinstance(whole.source, StoredRows)
     with run.clock("lists"):
-        lists = _lists_of(whole, whole.source, wanted, warnings, run.progress)
+        lists = _lists_of(whole, whole.source, warnings, run.progress)
     probes = wanted.probes or -(-lists.count // _SEARCHED)
     if probes > lists.count:
         raise ConfigError(
-            f"influence.index_search.probes: {probes}, and the rows are in {lists.count} lists; expected"
-            f" at most {lists.count}, with which no row is missed",
-            hint="set fewer, or leave it out",
+            f"influence.index_search.probes: {probes}, and the rows are in {lists.count} lists",
+            hint="with as many probes as lists no row is missed; set no more, or leave it out",
         )
     with run.clock("search"):
         projected = whole.projected(setup.views[0].queries)
         asked = torch.cat([projected, whole.mean_query(projected)])
-        most = min(top * wanted.candidates, whole.source.finite)
+        most = min(top * _CANDIDATES, whole.source.finite)
         found = found_rows(lists, whole, asked, most, probes)
     if not len(found):
         raise InfluenceError(
             f"the {probes} of {lists.count} lists that were searched for each query hold no row",
-            hint=(
-                "hardly more rows than lists; set more influence.index_search.probes, or fewer lists;"
-                " or index_search: exact"
-            ),
+            hint="set more influence.index_search.probes, or index_search: exact",
         )
     facts: dict[str, Any] = {
         "lists": lists.count,
@@ -112,7 +109,7 @@ def searched(
         "queries": len(projected),
     }
     with run.clock("recall"):
-        facts |= _measured(whole, asked, found, min(wanted.sample, len(projected)), top)
+        facts |= _measured(whole, asked, found, min(_MEASURED, len(projected)), top)
     _tell(facts, warnings)
     narrowed = replace(setup, training_rows=setup.training_rows[found])
     return Search(narrowed, [FoundRows(whole, projected, found)], facts)
@@ -121,20 +118,13 @@ def searched(
 def _lists_of(
     whole: FittedRows,
     source: StoredRows,
-    wanted: IndexSearchConfig,
     say: Callable[[str], None],
     progress: Say,
 ) -> RowLists:
     """The lists beside the index, if they were made of its rows; else new ones, which are stored there."""
     store, n = source.store, source.finite
     assert isinstance(store, GradientIndex)
-    count = wanted.lists or max(1, round(n**0.5))
-    if count > n:
-        raise ConfigError(
-            f"influence.index_search.lists: {count:,}, and the index has {n:,} rows with a score; expected"
-            " fewer lists than rows; by default the square root of their number",
-            hint="set fewer, or leave it out",
-        )
+    count = max(1, round(n**0.5))
     kind = "directions" if whole.by_direction else "rows"
     said = f"{store.identity_of_rows(source.number)} {count} {kind} {source.projector.width}"
     identity, folder = sha256(said.encode()).hexdigest(), store.file(source.number, None).parent
@@ -145,7 +135,7 @@ def _lists_of(
     if size > free:
         raise InfluenceError(
             f"lists of {n:,} rows of {source.projector.width:,} numbers take {amount(size)} of memory, and"
-            f" {amount(free)} are free; expected {_BYTES} bytes for each number of the index",
+            f" {amount(free)} are free",
             hint="build an index with a smaller dimension, or set influence.index_search: exact",
         )
     progress(Progress(0, 0, "lists", f"{count:,} lists of neighbouring rows are made: {why}"))
@@ -179,8 +169,6 @@ def _measured(whole: FittedRows, asked: torch.Tensor, found: Array, count: int, 
     """The recall of some queries, evenly spaced, and of all of them together, which are the last of those
     that are asked.
     """
-    if not count:
-        return {"measured": 0, "recall": None, "lowest_recall": None, "recall_of_all": None}
     places = [*(place * (len(asked) - 1) // count for place in range(count)), len(asked) - 1]
     *each, of_all = recalls(strongest_rows(whole, asked[places], top), found)
     return {
@@ -193,12 +181,6 @@ def _measured(whole: FittedRows, asked: torch.Tensor, found: Array, count: int, 
 
 def _tell(facts: dict[str, Any], say: Callable[[str], None]) -> None:
     """Warn of what a user would not expect of these facts."""
-    if not facts["measured"]:
-        say(
-            "influence.index_search.sample: 0: which share of the strongest rows was found is not known, as"
-            " nothing was measured"
-        )
-        return
     if min(facts["recall"], facts["recall_of_all"]) < _LOW:
         more = min(2 * facts["probes"], facts["lists"])
         say(
@@ -209,6 +191,5 @@ def _tell(facts: dict[str, Any], say: Callable[[str], None]) -> None:
     if facts["measured"] == facts["queries"]:
         say(
             f"to measure the recall, all {facts['queries']} queries were also answered by reading all rows:"
-            " for so few, influence.index_search: exact is as fast; or measure fewer, with"
-            " influence.index_search.sample"
+            " for so few, influence.index_search: exact is as fast"
         )

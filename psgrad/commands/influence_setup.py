@@ -7,7 +7,7 @@ The method of a config: found by its name, its options checked against what it t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from psgrad.commands.completion import completed_for_influence
 from psgrad.commands.influence_checkpoints import checkpoints_of, first_run, recomputed_run, run_at
@@ -33,6 +34,7 @@ from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.influence.method import RELATIVE, REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.influence.methods.gradient_products import TracIn
 from psgrad.engine.influence.ranking import is_relative
+from psgrad.engine.influence.training_run import TrainingRun
 from psgrad.engine.measures.builtin.outputs import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.models.run_checkpoints import adam_state, second_moments
@@ -40,6 +42,8 @@ from psgrad.plugins import METHODS, configured
 from psgrad.run.identity import digest, flattened
 from psgrad.run.progress import read_ahead
 from psgrad.run.results import Say
+from psgrad.run.results.influence import SIGN
+from psgrad.run.results.manifest import InfluenceFacts
 from psgrad.user_code import describe_failure
 
 
@@ -64,10 +68,8 @@ def errors_of_own_method(name: str) -> Iterator[None]:
         if not is_callable_spec(name):
             raise
         raise InfluenceError(
-            f"scoring by the method {name} raised {describe_failure(error)}; expected scores [rows,"
-            " queries] for all training examples, block by block in order, as"
-            " psgrad.engine.influence.method says",
-            hint="a mistake in the method; --debug shows the line",
+            f"scoring by the method {name} raised {describe_failure(error)}",
+            hint="psgrad.engine.influence.method says what a method returns; --debug shows the line",
         ) from error
 
 
@@ -107,14 +109,8 @@ class InfluenceSetup:
 
     @property
     def keeps_all_scores(self) -> bool:
-        """Whether all scores are kept in memory for questions about several rows at once: where the config
-        asks one, and for a summary by class where they are few.
-        """
-        wanted = self.run.config.influence
-        if wanted.index_search.approximate:
-            return False
-        asked = self.groups is not None or self.contrasts
-        return bool(asked) or len(self.asked_rows) * len(self.run.samples) <= _FEW_SCORES
+        """Whether all scores are kept in memory, for questions about several rows at once."""
+        return self.groups is not None or len(self.contrasts) > 0
 
     @property
     def processes(self) -> Processes:
@@ -145,10 +141,6 @@ class InfluenceSetup:
         return self.processes.agreed("time", lambda: [round(own * 1e6)])[0] / 1e6
 
 
-# Up to this number of scores, 32 MiB, are kept even where no question of the config needs them.
-_FEW_SCORES = 1 << 22
-
-
 def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
     """What a score is, for headers. fitted: the method at each checkpoint, once there is one."""
     calibrated = (
@@ -162,7 +154,7 @@ def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
 
 def is_on_one_scale(setup: InfluenceSetup) -> bool:
     """Whether each checkpoint's scores of a query are divided by their own scale before they are averaged."""
-    return is_relative(setup.method, len(setup.views), setup.run.config.influence.average)
+    return is_relative(setup.method, len(setup.views))
 
 
 _ONE_SCALE = (
@@ -174,6 +166,40 @@ _DIVIDED: dict[str, str] = {
     "self_influence": ", divided by the square root of the training example's influence on itself",
     "preconditioned_norm": ", divided by the norm of the training example's preconditioned gradient",
 }
+
+
+def described(setup: InfluenceSetup) -> InfluenceFacts:
+    """Facts about the scores for manifest.json, before there are any scores."""
+    wanted = setup.run.config.influence
+    return InfluenceFacts(
+        method=setup.method.name,
+        sign=SIGN,
+        unit=unit_of(setup),
+        predicts_removal=(
+            setup.method.predicts_removal and wanted.normalize == "none" and not is_on_one_scale(setup)
+        ),
+        measurement=setup.measurement.name,
+        normalize=wanted.normalize,
+        parameters=list(setup.views[0].training.params),
+        coverage=coverage(setup.run.model, setup.views[0].training.params),
+        checkpoints=[
+            {"path": view.path, "sha256": view.sha256, "learning_rate": view.checkpoint.learning_rate}
+            for view in setup.views
+        ],
+        queries={"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
+    )
+
+
+def coverage(model: nn.Module, covered: Collection[str]) -> dict[str, Any]:
+    """How many numbers the parameters of a model have, how many of these scores are about, and the names of
+    the parameters that are left out.
+    """
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return {
+        "parameters": sum(sizes.values()),
+        "covered": sum(size for name, size in sizes.items() if name in covered),
+        "left_out": [name for name in sizes if name not in covered],
+    }
 
 
 def set_up_influence(
@@ -196,10 +222,7 @@ def set_up_influence(
     training = None
     if config.influence.training is not None:
         if processes.size > 1:
-            raise ConfigError(
-                "replay computes one training run, step after step, and can't be shared by several processes",
-                hint="run it in one process",
-            )
+            raise ConfigError("replay is not computed by several processes", hint="run it in one process")
         run, training = recomputed_run(config, run, say)
     if isinstance(method, TracIn) and method.optimizer == "sgd":
         _warn_of_adam(config, say)
@@ -209,8 +232,8 @@ def set_up_influence(
     for number in range(len(checkpoints_of(config))):
         there = run_at(run, number)
         _require_another(views, there)
-        view = _view(there, number, measurement, reader, rows, say, processes)
-        views.append(replace(view, checkpoint=replace(view.checkpoint, run=training)))
+        checkpoint = _checkpoint(there, number, len(rows), training, say)
+        views.append(_view(there, checkpoint, measurement, (reader, rows), processes))
     require_same_on_ranks("queries", identity_of_asked(reader, rows, views), processes)
     column = config.influence.groups
     groups = None if column is None else run.more_samples(config.data, column).units
@@ -268,16 +291,33 @@ def _require_another(views: list[CheckpointView], run: Setup) -> None:
             raise same_weights(view.path, run.config.model.checkpoint, "influence.checkpoints")
 
 
+def _checkpoint(
+    run: Setup, number: int, queries: int, training: TrainingRun | None, say: Callable[[str], None]
+) -> Checkpoint:
+    """What a method is told of a checkpoint. run: at it. queries: how many there are."""
+    listed, path = checkpoints_of(run.config), run.config.model.checkpoint
+    checkpoint = listed[number]
+    return Checkpoint(
+        number,
+        None if checkpoint is None else checkpoint.learning_rate,
+        say,
+        queries,
+        None if checkpoint is None else checkpoint.step,
+        of=len(listed),
+        second_moments=lambda: None if path is None else second_moments(run.config.base / path, run.model),
+        run=training,
+    )
+
+
 def _view(
     run: Setup,
-    number: int,
+    checkpoint: Checkpoint,
     measurement: Measurement,
-    reader: CheckedReader,
-    rows: np.ndarray,
-    say: Callable[[str], None],
+    asked: tuple[CheckedReader, np.ndarray],
     processes: Processes,
 ) -> CheckpointView:
-    options = run.stream_options(say)
+    """Training examples and queries at a checkpoint. asked: the reader of the queries, and their rows."""
+    options, path, (reader, rows) = run.stream_options(checkpoint.say), run.config.model.checkpoint, asked
     training = Examples(run.objective, run.reader, len(run.samples), options, processes=processes)
     summary = (
         summary_for(run.criterion.kind, run.criterion.ignore_index)
@@ -286,19 +326,6 @@ def _view(
     )
     measured = run.objective_of(reader.samples).with_scalar(measurement.criterion.function, summary)
     queries = Examples(measured, chosen_rows(reader, rows), len(rows), options, processes=processes)
-    checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
-    learning_rate = None if checkpoint is None else checkpoint.learning_rate
-    step = None if checkpoint is None else checkpoint.step
     return CheckpointView(
-        Checkpoint(
-            *(number, learning_rate, say, len(rows), step),
-            of=len(checkpoints_of(run.config)),
-            second_moments=lambda: (
-                None if path is None else second_moments(run.config.base / path, run.model)
-            ),
-        ),
-        training,
-        queries,
-        None if path is None else str(path),
-        run.loaded.sha256,
+        checkpoint, training, queries, None if path is None else str(path), run.loaded.sha256
     )

@@ -25,7 +25,6 @@ from psgrad.config.influence_evaluation import EvaluationKind as EvaluationKind
 from psgrad.config.influence_evaluation import MethodConfig as MethodConfig
 from psgrad.config.influence_evaluation import TrainConfig as TrainConfig
 from psgrad.config.influence_evaluation import TrainingConfig as TrainingConfig
-from psgrad.config.influence_evaluation import TuningConfig as TuningConfig
 from psgrad.config.mechanism import RELATIONS as RELATIONS
 from psgrad.config.mechanism import ClippingConfig as ClippingConfig
 from psgrad.config.mechanism import NoiseConfig as NoiseConfig

@@ -73,6 +73,7 @@ class IndexConfig(ConfigSection):
     """
 
     bare: ClassVar[str] = "path"
+    not_taken: ClassVar[Mapping[str, str]] = {"seed": "the projection of an index has one seed"}
 
     path: FilePath
     """Folder of the index, relative to the current directory."""
@@ -80,8 +81,6 @@ class IndexConfig(ConfigSection):
     """Numbers stored for each gradient."""
     projection: Literal["sparse", "two-sided", "none"] = "sparse"
     """How gradients are projected; none keeps them whole."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the projection."""
     features: Literal["loss", "margin"] = "loss"
     """Gradients of the loss, or of the margin (for trak)."""
     dtype: Literal["float64", "float32", "float16", "bfloat16", "int8"] = "float32"
@@ -98,20 +97,17 @@ class IndexSearchConfig(ConfigSection):
     """
 
     bare: ClassVar[str] = "kind"
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "lists": "rows are divided into as many lists as the square root of their number",
+        "candidates": "two rows are scored exactly for each one that is ranked; more probes find more",
+        "sample": "the recall is measured on 20 of the queries",
+    }
 
     kind: Literal["exact", "approximate"] = "exact"
     """exact reads all rows and misses none; approximate reads a part of them."""
-    lists: Annotated[int, Field(ge=1)] | None = None
-    """Lists that the rows are divided into; null for the square root of their number."""
     probes: Annotated[int, Field(ge=1)] | None = None
-    """Lists that are searched for either sign of each query; null for a quarter of them. With all of them no
-    row is missed.
-    """
-    candidates: Annotated[int, Field(ge=1)] = 2
-    """So many rows are found, and scored exactly, for each one that is ranked."""
-    sample: Annotated[int, Field(ge=0)] = 20
-    """Queries that are also answered by reading all rows, to measure which share of the strongest was found;
-    0 measures nothing.
+    """Lists that are searched for either sign of each query, of as many as the square root of the number of
+    rows; null for a quarter of them. With all of them no row is missed.
     """
 
     @property
@@ -120,13 +116,8 @@ class IndexSearchConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _options_of_approximate(self) -> IndexSearchConfig:
-        if self.kind == "exact" and (given := sorted(self.not_default())):
-            raise ValueError(
-                f"{', '.join(given)} {'are' if len(given) > 1 else 'is'} of kind: approximate; set that, or"
-                " leave them out"
-            )
-        if self.lists is not None and self.probes is not None and self.probes > self.lists:
-            raise ValueError(f"probes: {self.probes} is more than lists: {self.lists}")
+        if self.kind == "exact" and self.probes is not None:
+            raise ValueError("probes is of kind: approximate; set that, or leave it out")
         return self
 
 
@@ -155,6 +146,9 @@ class InfluenceConfig(ConfigSection):
             "each learning rate goes with its checkpoint, so that no list can have another length:"
             " influence.checkpoints: [{path: ..., learning_rate: ...}]"
         ),
+        "average": "scores of several checkpoints are put on one scale before they are averaged",
+        "over_queries": "all queries together are ranked by their mean score; scores.parquet has each query",
+        "query_tokens": "tokens.parquet has all tokens of the queries: choose its rows by query_token",
     }
 
     queries: QueriesConfig | None = None
@@ -172,10 +166,6 @@ class InfluenceConfig(ConfigSection):
     """Checkpoints of one training run, each a path or {path, learning_rate, step}, or a pattern such as
     run/*.safetensors or run/checkpoint-*; by default only the model's.
     """
-    average: Literal["relative", "plain"] = "relative"
-    """Over several checkpoints: relative divides each one's scores of a query by their root mean square
-    first.
-    """
     training: TrainingConfig | None = None
     """The training run, for method: replay."""
     top: Annotated[int, Field(ge=1)] = 10
@@ -184,17 +174,11 @@ class InfluenceConfig(ConfigSection):
     """Whether the ranked pairs of the queries that the report shows are also divided over the tokens of both;
     of a loss of positions.
     """
-    query_tokens: list[Annotated[int, Field(ge=0)]] | None = None
-    """With level: token, the tokens of the queries that are asked about, counted from 0; null for all."""
     layers: Literal["none", "parameter", "module"] = "none"
     """Whether scores are also given for each parameter or module."""
     normalize: Literal["none", "self_influence", "preconditioned_norm"] = "none"
     """RelatIF: scores divided by the root of the example's self-influence, or by the norm of its
     preconditioned gradient.
-    """
-    over_queries: Literal["mean", "max"] = "mean"
-    """How the scores of all queries together are joined: their mean, or of each training example the score of
-    largest size.
     """
     groups: str | None = None
     """A column of the training data, such as a document or a source: scores are also summed over the rows
@@ -238,8 +222,6 @@ class InfluenceConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _tokens_of_one_checkpoint(self) -> InfluenceConfig:
-        if self.query_tokens is not None and self.level != "token":
-            raise ValueError("query_tokens go with level: token")
         if self.level == "token" and len(self.checkpoints or ()) > 1:
             raise ValueError(
                 f"level: token divides the scores of one checkpoint, and {len(self.checkpoints or ())} are"
@@ -264,7 +246,6 @@ class InfluenceConfig(ConfigSection):
         given = {
             "groups": self.groups is not None,
             "contrast": self.contrast is not None,
-            "over_queries: max": self.over_queries == "max",
             f"layers: {self.layers}": self.layers != "none",
             f"normalize: {self.normalize}": self.normalize != "none",
         }

@@ -67,16 +67,19 @@ class TrainingConfig(RecipeConfig):
     in an order of the rows that is known by the seed, each step along the mean loss of its batch.
     """
 
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "tolerance": (
+            "the run may end at most a thousandth of its way from model.checkpoint; where it ends elsewhere,"
+            " leave model.checkpoint out"
+        )
+    }
+
     seed: Annotated[int, Field(ge=0)] = 0
     """Of the fresh weights of the model's factory, and of the order of the rows, which is that of
     psgrad.engine.influence.training_run.training_batches.
     """
     initial: FilePath | None = None
     """A checkpoint of the weights that training began with; null for the factory's fresh ones."""
-    tolerance: Annotated[Finite, Field(gt=0)] = 1e-3
-    """How far the end of the run may be from model.checkpoint, as a share of the way from the initial
-    weights.
-    """
 
 
 class TrainConfig(RecipeConfig):
@@ -114,23 +117,16 @@ class TrainConfig(RecipeConfig):
         return self
 
 
-class TuningConfig(ConfigSection):
-    """The damping of each method that has one, chosen by the score on other subsets and other queries than
-    those that are reported.
-    """
-
-    subsets: Annotated[int, Field(ge=3)] = 30
-    """How many other subsets dampings are chosen on."""
-    queries: Annotated[int, Field(ge=1)] = 60
-    """Queries used for tuning only, drawn at random, and not reported."""
-    dampings: list[Annotated[Finite, Field(gt=0)]] = Field(
-        default_factory=lambda: [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0], min_length=1
-    )
-    """Candidates, as multiples of the curvature's mean eigenvalue."""
-
-
 class EvaluationConfig(ConfigSection):
     """`psgrad influence --evaluate`: models trained again, and what is compared."""
+
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "tuning": (
+            "dampings are no longer tuned: list a method several times in influence.evaluate.methods, each"
+            " with its own damping"
+        ),
+        "highest": "a fifth of influence.evaluate.removals are those with the highest self-influence",
+    }
 
     train: TrainConfig = Field(default_factory=TrainConfig)
     """How a model is trained again."""
@@ -146,22 +142,11 @@ class EvaluationConfig(ConfigSection):
     """Of lds: how many subsets."""
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Of lds: the share of the rows in each subset."""
-    tuning: TuningConfig | None = None
-    """Of lds: how dampings are chosen; by default they stay as they are."""
     removals: Annotated[int, Field(ge=3)] = 100
-    """Of loo: how many examples are left out, one at a time."""
-    highest: Annotated[int, Field(ge=0)] = 20
-    """Of loo: how many of the removals are those with the highest self-influence."""
+    """Of loo: how many examples are left out, one at a time; a fifth of them have the highest
+    self-influence.
+    """
     ks: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [10, 20, 50], min_length=1)
     """Of removal: how many proponents are left out."""
     explained: Annotated[int, Field(ge=2)] = 20
     """Of removal: for how many queries."""
-
-    @model_validator(mode="after")
-    def _highest_are_removals(self) -> EvaluationConfig:
-        if self.highest > self.removals:
-            raise ValueError(
-                f"highest: {self.highest} of the removals are to be those with the highest self-influence, of"
-                f" {self.removals}"
-            )
-        return self

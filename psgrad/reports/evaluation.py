@@ -144,7 +144,6 @@ _COLUMNS: Mapping[str, list[tuple[str, Writer]]] = {
         ("lead of {main}", _decimals("ahead")),
         ("95 % interval of it", _interval("ahead_low", "ahead_high")),
         ("undefined", _whole("undefined")),
-        ("damping", _short("damping", "{:g} x mean")),
     ],
     "loo": [
         ("Pearson", _decimals("pearson", 4)),

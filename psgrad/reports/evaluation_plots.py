@@ -1,6 +1,4 @@
-"""The figures of an evaluation: intervals, what was predicted against what happened, removal curves, and
-tuning.
-"""
+"""The figures of an evaluation: intervals, what was predicted against what happened, and removal curves."""
 
 from __future__ import annotations
 
@@ -42,8 +40,6 @@ def evaluation_plots(result: EvaluationResult) -> list[Plot]:
     plots = [intervals(result)]
     if len(result.points):
         plots.append(predicted_and_actual(result))
-    if result.curves:
-        plots.append(tuning(result))
     return plots
 
 
@@ -155,27 +151,3 @@ def _curve(axes: Axes, result: EvaluationResult, name: str, rows: pd.DataFrame) 
         markersize=4,
         label=brief(name, _NAME_LIMIT),
     )
-
-
-@styled
-def tuning(result: EvaluationResult) -> Plot:
-    """The score on the tuning subsets and queries against the damping."""
-    figure, axes = figure_with_axes(3.6)
-    for name, curve in result.curves.items():
-        colour = REVIEW if name == result.method else DARK
-        axes.plot(
-            list(curve),
-            list(curve.values()),
-            color=colour,
-            marker="o",
-            markersize=4,
-            label=brief(name, _NAME_LIMIT),
-        )
-    axes.set(
-        xscale="log",
-        xlabel="damping, as a multiple of the curvature's mean eigenvalue (log scale)",
-        ylabel="linear datamodeling score",
-    )
-    legend_above(axes)
-    caption = "On subsets and queries that are not reported. The damping with the largest score was taken."
-    return Plot("tuning", "Score by damping", caption, figure)

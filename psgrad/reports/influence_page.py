@@ -12,33 +12,39 @@ from typing import Any
 from psgrad.reports.attribution import Passage
 from psgrad.reports.figures import Plot
 from psgrad.reports.influence_plots import draw_influence_plots
-from psgrad.reports.influence_tables import (
-    check_table,
-    example_table,
-    part_table,
-    question_tables,
-    self_influences,
-    token_table,
-)
 from psgrad.reports.influence_words import (
     Example,
     beyond_note,
+    check_table,
+    example_table,
     examples,
-    fit_facts,
     is_uncalibrated,
     method_words,
     query_example,
     query_title,
+    question_tables,
     reported_queries,
     run_words,
+    self_influences,
     signed,
+    token_table,
     unit_words,
 )
 from psgrad.reports.page import about_run, render_template, title_of
 from psgrad.reports.pictures import excerpt, original_uri, picture_uri, shown_text
 from psgrad.reports.spans import spans_of
 from psgrad.reports.tables import Table
-from psgrad.reports.words import FACT_LIMIT, MISSING, brief, identifier, number, percent, plural
+from psgrad.reports.words import (
+    FACT_LIMIT,
+    MISSING,
+    brief,
+    cell,
+    flat_words,
+    identifier,
+    number,
+    percent,
+    plural,
+)
 from psgrad.run.results import disagrees, has_classes
 from psgrad.run.results.influence import ALL_INDEX, SIGN, InfluenceResult, harmful_rows
 from psgrad.run.results.influence_details import Array, TokenPair, TokenText
@@ -98,7 +104,6 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
         plots=plots,
         own=self_influences(result),
         coverage=brief(coverage_words(coverage), 2 * FACT_LIMIT) if coverage else "",
-        parts=part_table(coverage) if len(coverage) > 1 else None,
         one_checkpoint=len(result.facts) == 1,
     )
 
@@ -202,12 +207,11 @@ def damping_words(facts: Mapping[str, Any]) -> str:
     return f"{number(damping)} ({number(damping / mean)} × the mean eigenvalue)"
 
 
-def coverage_words(rows: Sequence[Mapping[str, Any]]) -> str:
+def coverage_words(coverage: Mapping[str, Any]) -> str:
     """How many of the parameters scores are about, and which they are not."""
-    whole, covered = (sum(row[key] for row in rows) for key in ("parameters", "covered"))
+    whole, covered, names = (coverage[key] for key in ("parameters", "covered", "left_out"))
     if covered == whole:
         return f"Scores are about all {whole:,} parameters."
-    names = [name for row in rows for name in row["left_out"]]
     return (
         f"Scores are about {covered:,} of {whole:,} parameters ({percent(covered / whole)}). Left out, as"
         f" frozen or not named by influence.parameters: {listed_names(names, MAX_NAMED)}."
@@ -226,9 +230,6 @@ def hint(result: InfluenceResult) -> dict[str, Any]:
     signs = [each.predicted * each.found > 0 for each in removals if each.found is not None]
     if signs:
         measured.append(f"{sum(signs)} of {len(signs)} checked removals had the predicted sign")
-    if (lds := result.evaluations.get("lds")) is not None:
-        of = "" if lds.get("ceiling") is None else f" of at most {lds['ceiling']:.2f}"
-        measured.append(f"sums of scores rank retrained models with a correlation of {lds['mean']:.2f}{of}")
     return {
         "harmful": len(harmful),
         "remove": remove,
@@ -268,3 +269,33 @@ def passage(text: TokenText, values: Array) -> Passage:
     words = dict(zip(text.ids.tolist(), text.pieces, strict=False))
     spans, scale, note = spans_of(text.ids, text.spread(values), None, words, None, counted)
     return Passage("", spans, number(scale), note)
+
+
+MAX_FACTS = 30
+
+
+def fit_facts(result: InfluenceResult) -> list[tuple[str, str]]:
+    """The method's facts about its fit and the checkpoints."""
+    influence = result.manifest.influence
+    rates = [each.get("learning_rate") for each in influence.checkpoints]
+    paths = [str(each.get("path")) for each in influence.checkpoints]
+    known = any(rate is not None for rate in rates)
+    found: list[tuple[str, Any]] = [
+        ("Method", method_words(result.method)),
+        ("Measurement", result.measurement),
+        ("Normalised by", None if influence.normalize == "none" else influence.normalize),
+        ("Checkpoints", ", ".join(paths) if len(paths) > 1 else None),
+        ("Learning rates", ", ".join(map(cell, rates)) if known else None),
+    ]
+    each = [dict(flat_words(facts, FACT_LIMIT)) for facts in result.facts]
+    for name in dict.fromkeys(name for facts in each for name in facts):
+        values = [facts.get(name, MISSING) for facts in each]
+        found.append((_NAMES.get(name, name), values[0] if len(set(values)) == 1 else ", ".join(values)))
+    return [(brief(name, 60), brief(str(value), FACT_LIMIT)) for name, value in found if value][:MAX_FACTS]
+
+
+_NAMES = {
+    "Solver because": "Why this solver",
+    "Calibrated because": "Why, or why not",
+    "Leverage": "Leverage correction",
+}

@@ -7,12 +7,10 @@ from __future__ import annotations
 import textwrap
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 
 from psgrad.reports.figures import (
     DARK,
-    INK,
     QUIET,
     REST,
     REVIEW,
@@ -27,7 +25,7 @@ from psgrad.reports.figures import (
     styled,
 )
 from psgrad.reports.influence_words import own_words, query_name, reported_queries, unit_words
-from psgrad.reports.words import count, label, percent, shorten_middle
+from psgrad.reports.words import count, percent, shorten_middle
 from psgrad.run.results import disagrees
 from psgrad.run.results.influence import ALL_INDEX, SIGN, InfluenceResult, carriers, cumulative_influence
 from psgrad.wording import correlation
@@ -47,7 +45,7 @@ def draw_influence_plots(result: InfluenceResult) -> list[Plot]:
         plots += [score_distributions(result), cumulative(result)]
     if "self_influence" in result.training and result.training["self_influence"].notna().any():
         plots.append(self_influence_against_loss(result))
-    return [*plots, *summary_plots(result)]
+    return plots
 
 
 def columns_of(result: InfluenceResult) -> dict[int, Array]:
@@ -183,44 +181,6 @@ def self_influence_against_loss(result: InfluenceResult) -> Plot:
     if missing:
         caption += f"Not drawn: {missing:,} whose self-influence or loss is not positive. "
     return Plot("self_influence", "Self-influence against loss", caption, figure)
-
-
-# -- by class and group ------------------------------------------------------------------------------------
-
-
-def summary_plots(result: InfluenceResult) -> list[Plot]:
-    """The mean score of a training example of each class, and of each group, for queries of each class."""
-    summary = result.questions.summary
-    kinds = list(summary["by"].unique()) if len(summary) else []
-    return [_summary(result, summary[summary["by"] == kind], str(kind)) for kind in kinds]
-
-
-@styled
-def _summary(result: InfluenceResult, rows: pd.DataFrame, kind: str) -> Plot:
-    values = rows.pivot(index="query_class", columns="of", values="score")
-    order = rows.drop_duplicates("of")["of"].tolist()
-    values = values[order]
-    figure, axes = figure_with_axes(1.6 + 0.32 * max(len(values), 3))
-    largest = float(np.nanmax(np.abs(values.to_numpy()))) if values.notna().to_numpy().any() else 1.0
-    axes.grid(False)
-    axes.imshow(values.to_numpy(), cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto")
-    if values.size <= 144:
-        for (row, column), value in np.ndenumerate(values.to_numpy()):
-            dark = abs(value) > 0.6 * largest
-            colour = "white" if dark else INK
-            axes.text(column, row, f"{value:.1e}", ha="center", va="center", fontsize=6.5, color=colour)
-    names = result.class_names
-    shown = [label(int(each), names) if kind == "class" else each for each in order]
-    axes.set_xticks(
-        range(len(shown)), [shorten_middle(str(each), 14) for each in shown], rotation=45, ha="right"
-    )
-    name_rows(axes, [shorten_middle(label(each, names), 20) for each in values.index])
-    axes.set(xlabel=f"{kind} of the training example", ylabel="class of the query")
-    caption = (
-        f"Mean score of one training example of a {kind}, for the queries of a class. Blue: it helps; red: it"
-        " hurts."
-    )
-    return Plot(f"scores_by_{kind}", f"Scores by {kind}", caption, figure)
 
 
 # -- what they share -----------------------------------------------------------------------------------------

@@ -8,13 +8,14 @@ from typing import Any, TextIO
 
 import pandas as pd
 
-from psgrad.reports.influence_tables import check_table, question_tables
 from psgrad.reports.influence_words import (
     Example,
     beyond_note,
+    check_table,
     examples,
     header,
     query_title,
+    question_tables,
     reported_queries,
     run_words,
 )

@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from psgrad import __version__
-from psgrad.errors import OutputError, OutputExistsError, one_line
+from psgrad.errors import OutputError, OutputExistsError
 from psgrad.run import durable_files, index_files
 from psgrad.run.folder_lock import FolderLock
 from psgrad.run.index_files import Arrays
@@ -114,18 +114,17 @@ class GradientIndex:
             if path.is_dir() and not _only_leftovers(path):
                 if not _is_index(path / DESCRIPTION):
                     raise OutputExistsError(
-                        f"the index folder {path} is not empty and does not hold an index; expected a new"
-                        " or empty folder, or the folder of an earlier index",
+                        f"the index folder {path} is not empty, and holds no index",
                         hint="choose another influence.index.path",
                     )
                 if not overwrite:
                     raise OutputExistsError(
-                        f"the index folder {path} holds an index; expected a new or empty folder",
+                        f"the index folder {path} holds an index",
                         hint=f"go on with it: {_RESUME}; or replace it with --overwrite",
                     )
             elif path.exists() and not path.is_dir():
                 raise OutputExistsError(
-                    f"the index {path} is a file; expected a folder",
+                    f"the index {path} is a file, and no folder",
                     hint="choose another influence.index.path",
                 )
         except OSError as error:
@@ -202,7 +201,7 @@ class GradientIndex:
             files = len(index._files())
             raise OutputError(
                 f"the index {path} is half built: {files - len(missing)} of {files} files are written",
-                hint=one_line("its building was interrupted, or goes on", _RESUME),
+                hint=_RESUME,
             )
         return index
 
@@ -221,8 +220,7 @@ class GradientIndex:
             return cls(path, content, [Shard.read(each) for each in content.pop(_SHARDS)])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise OutputError(
-                f"{path / DESCRIPTION} can't be read: {getattr(error, 'strerror', None) or error};"
-                " expected the description that psgrad wrote when the index was begun",
+                f"{path / DESCRIPTION} can't be read: {getattr(error, 'strerror', None) or error}",
                 hint="build the index again in another folder",
             ) from error
 
@@ -364,8 +362,7 @@ def _only_leftovers(path: Path) -> bool:
 
 def _not_writable(path: Path, error: OSError) -> OutputError:
     return OutputError(
-        f"the index {path} can't be written: {error.strerror or error}; expected a place where folders and"
-        " files can be written",
+        f"the index {path} can't be written: {error.strerror or error}",
         hint="choose another influence.index.path",
     )
 

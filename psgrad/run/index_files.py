@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from psgrad.errors import OutputError, one_line
+from psgrad.errors import OutputError
 from psgrad.run import durable_files
 from psgrad.run.identity import differences, require_same
 
@@ -46,14 +46,9 @@ def write(target: Path, arrays: Mapping[str, np.ndarray], seal: str, hint: str) 
     except OSError as error:
         full = error.errno in durable_files.NO_SPACE
         raise OutputError(
-            one_line(
-                f"{target} can't be written: {error.strerror or error}",
-                f"expected {len(data):,} free bytes for this file" if full else None,
-            ),
-            hint=one_line(
-                "no space; the shards that were written before are whole" if full else None,
-                hint if full else "check the folder and its permissions",
-            ),
+            f"{target} can't be written: {error.strerror or error}"
+            + (f", and takes {len(data):,} bytes" if full else ""),
+            hint=hint if full else "check the folder and its permissions",
         ) from error
 
 
@@ -64,15 +59,10 @@ def opened(path: Path, seal: str, hint: str) -> Any:
         own = (file.metadata() or {}).get(SEAL, "").partition(" ")[0] == seal
     except (OSError, SafetensorError) as error:
         raise OutputError(
-            f"{path} can't be read: {getattr(error, 'strerror', None) or error}; expected a file that"
-            " psgrad wrote",
-            hint=one_line("the file was cut short or changed", hint),
+            f"{path} can't be read: {getattr(error, 'strerror', None) or error}", hint=hint
         ) from error
     if not own:
-        raise OutputError(
-            f"{path} is of another index",
-            hint=one_line("it was copied here, or left by one", hint),
-        )
+        raise OutputError(f"{path} is of another index", hint=hint)
     return file
 
 
@@ -84,11 +74,7 @@ def arrays_of(file: Any) -> Arrays:
 def require_as_written(path: Path, file: Any, hint: str) -> None:
     """Raises OutputError for an open file with other numbers than were written."""
     if digest_of(arrays_of(file)) != file.metadata()[SEAL].rpartition(" ")[2]:
-        raise OutputError(
-            f"{path} holds other numbers than were written; expected the numbers that its own hash was"
-            " made of",
-            hint=one_line("a damaged disk, or a file that was changed", hint),
-        )
+        raise OutputError(f"{path} holds other numbers than were written", hint=hint)
 
 
 def mapped(path: Path, names: Sequence[str]) -> Arrays:

@@ -27,12 +27,8 @@ def require_faiss() -> Any:
         return importlib.import_module("faiss")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"influence.index_search: approximate needs faiss, and there is no module {error.name};"
-            " expected the library faiss, which finds neighbouring rows",
-            hint=(
-                "psgrad was installed without its extra faiss; pip install 'psgrad[faiss]'; or set"
-                " influence.index_search: exact, which reads all rows and needs no library"
-            ),
+            f"influence.index_search: approximate needs faiss, and there is no module {error.name}",
+            hint="pip install 'psgrad[faiss]'; or set influence.index_search: exact, which reads all rows",
         ) from error
 
 

@@ -211,7 +211,6 @@ def test_two_checkpoints_are_not_the_first_one_twice(place: InfluenceWorkplace) 
     np.testing.assert_allclose(matrices[2], (alike[0] + alike[1]) / 2, rtol=1e-4, atol=1e-7)
     assert not np.allclose(matrices[0], matrices[1])
     influence = place.manifest()["influence"]
-    assert influence["average"] == "relative"
     assert influence["unit"].startswith("relative, no unit: the mean over checkpoints")
     assert influence["predicts_removal"] is False
     queries = pd.read_parquet(place.folder / "out" / "queries.parquet")
@@ -237,26 +236,6 @@ def test_source_reads_steps_and_learning_rates_and_warns_of_one_checkpoint(
     assert (alone.code, "one checkpoint, and source follows a training run" in alone.err) == (0, True)
     place.section["checkpoints"] = [{"path": "3.safetensors", "learning_rate": 0.1}]
     place.influence("--overwrite").refused(3, "checkpoint 0 has no step", "psgrad.RunCheckpoints")
-
-
-@pytest.mark.long
-def test_a_plain_mean_over_checkpoints_is_warned_of_and_keeps_its_unit(place: InfluenceWorkplace) -> None:
-    """With the share of the checkpoint of the largest scores."""
-    matrices = []
-    for name, seed in (("a.safetensors", 3), ("b.safetensors", 4)):
-        place.save_checkpoint(name, seed)
-    place.section["average"] = "plain"
-    for names in (["a.safetensors"], ["b.safetensors"], ["a.safetensors", "b.safetensors"]):
-        place.section["checkpoints"] = names
-        ran = place.influence("--matrix", "--overwrite")
-        assert ran.code == 0, ran.err
-        assert ("influence.average: plain" in ran.err) == (len(names) == 2)
-        matrices.append(load_file(place.folder / "out" / "matrix.safetensors")["scores"])
-    np.testing.assert_allclose(matrices[2], (matrices[0] + matrices[1]) / 2, rtol=1e-4, atol=1e-7)
-    sizes = [np.sqrt(np.mean(scores**2, axis=0)) for scores in matrices[:2]]
-    share = np.median(np.maximum(*sizes) / (sizes[0] + sizes[1]))
-    assert f"one checkpoint makes {share:.0%} of it or more" in ran.err
-    assert "per unit of learning rate" in place.manifest()["influence"]["unit"]
 
 
 # -- An index ------------------------------------------------------------------------------------------------
@@ -296,7 +275,7 @@ def test_an_index_is_not_replaced_unasked(place: InfluenceWorkplace) -> None:
 
 
 def test_building_without_an_index_in_the_config_is_refused(place: InfluenceWorkplace) -> None:
-    place.index().refused(2, "the config has no influence.index", "expected where the index is to be")
+    place.index().refused(2, "the config has no influence.index", "influence.index: {path:")
 
 
 def test_an_index_has_no_answer_by_methods_that_need_curvature(place: InfluenceWorkplace) -> None:
@@ -398,7 +377,7 @@ def test_a_query_with_a_label_that_the_model_has_not_is_refused(place: Influence
 
 def test_a_row_that_is_not_there_is_refused(place: InfluenceWorkplace) -> None:
     place.section["queries"] = {"rows": [0, 24]}
-    place.influence().refused(2, "influence.queries.rows names row 24", "rows from 0 to 23")
+    place.influence().refused(2, "influence.queries.rows names row 24", "the rows go from 0 to 23")
 
 
 def test_parameters_that_fit_nothing_are_refused(place: InfluenceWorkplace) -> None:

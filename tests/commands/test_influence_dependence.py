@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file
 from torch import nn
 
-from psgrad.commands.evaluation_parts import behaviour
+from psgrad.commands.influence_retraining import behaviour
 from psgrad.engine.execution.objective import BY_POSITION
 from psgrad.engine.influence.evaluation.jobs import LoadedRows
 from tests.influence_workplace import InfluenceWorkplace, loop_of_gradients

@@ -50,7 +50,6 @@ class EvaluationWorkplace(InfluenceWorkplace):
             "train": {"optimizer": "newton", "weight_decay": DECAY},
             "subsets": 12,
             "removals": 8,
-            "highest": 3,
             "seeds": 2,
         }
         self.section["evaluate"] = self.evaluate
@@ -185,54 +184,6 @@ def test_removal_curves_are_what_numpy_retrains(place: EvaluationWorkplace) -> N
 # -- dampings ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep
-def test_a_damping_is_chosen_on_other_subsets_and_other_queries(place: EvaluationWorkplace) -> None:
-    place.section["method"] = {"name": "influence", "weight_decay": DECAY}
-    place.evaluate["tuning"] = {"subsets": 6, "queries": 2, "dampings": [1e-3, 0.1, 10.0]}
-    place.evaluate["methods"] = ["gradient_dot"]
-    content = place.evaluated("lds")
-    found = content["lds"]
-    curve = {entry["damping"]: entry["mean"] for entry in found["tuning"]["influence"]}
-    assert list(curve) == [1e-3, 0.1, 10.0]
-    assert found["damping"] == max(curve, key=lambda damping: curve[damping])
-    assert "gradient_dot" not in found["tuning"]
-    assert found["queries"] == QUERIES - 2
-    assert found["models"] == 12 + 6
-    # By dense algebra: what the chosen damping scores on the queries and subsets that are left, and each on
-    # those set aside.
-    drawn = subsets_after_choice()
-    outcomes = np.stack([place.retrained(np.flatnonzero(subset)) for subset in drawn])
-    aside = chosen_queries()
-    rest = np.setdiff1d(np.arange(QUERIES), aside)
-    for damping, mean in curve.items():
-        assert mean == pytest.approx(dense_lds(place, damping, drawn[:6], outcomes[:6], aside), abs=1e-9)
-    assert found["mean"] == pytest.approx(
-        dense_lds(place, found["damping"], drawn[6:], outcomes[6:], rest), abs=1e-9
-    )
-
-
-def chosen_queries() -> np.ndarray:
-    return np.sort(np.random.default_rng([0, 3]).choice(QUERIES, 2, replace=False))
-
-
-def subsets_after_choice() -> np.ndarray:
-    random = np.random.default_rng([0, 3])
-    random.choice(QUERIES, 2, replace=False)
-    return random_subsets(ROWS, 18, 0.5, random)
-
-
-def dense_lds(
-    place: EvaluationWorkplace, relative: float, drawn: np.ndarray, outcomes: np.ndarray, asked: np.ndarray
-) -> float:
-    hessian = place.problem.hessian(place.minimum)
-    mean = np.trace(hessian - place.problem.penalty * np.eye(len(hessian))) / len(hessian)
-    scores = dense_scores(place, hessian + relative * mean * np.eye(len(hessian)), asked)
-    found = [
-        stats.spearmanr(drawn @ scores[:, q], -outcomes[:, query]).statistic for q, query in enumerate(asked)
-    ]
-    return float(np.mean(found))
-
-
 def dense_scores(place: EvaluationWorkplace, matrix: np.ndarray, asked: np.ndarray) -> np.ndarray:
     """[n, m]: g_i' matrix^-1 g_q; the matrix is of the weights flattened class by class, as SoftmaxRegression
     has its Hessian.
@@ -243,27 +194,6 @@ def dense_scores(place: EvaluationWorkplace, matrix: np.ndarray, asked: np.ndarr
     places = np.arange(len(matrix)).reshape(CLASSES, -1)
     order = np.concatenate([places[:, :-1].ravel(), places[:, -1]])  # a layer has its weight before its bias
     return training @ np.linalg.solve(matrix[np.ix_(order, order)], queries.T)
-
-
-@pytest.mark.long
-def test_a_damping_without_an_inverse_is_no_candidate(place: EvaluationWorkplace) -> None:
-    """Without weight decay the softmax's own directions have no curvature."""
-    place.section["method"] = "influence"
-    place.evaluate |= {"subsets": 3, "tuning": {"subsets": 3, "queries": 2, "dampings": [1e-300, 0.1]}}
-    content = place.evaluated("lds")
-    assert [entry["damping"] for entry in content["lds"]["tuning"]["influence"]] == [0.1]
-    assert any(
-        note.startswith("no candidate for influence: damping 1e-300, as ") for note in content["notes"]
-    )
-    place.evaluate["tuning"]["dampings"] = [1e-300]
-    place.influence("--evaluate", "lds", "--overwrite").refused(
-        3, "with none of the candidate dampings influence has scores"
-    )
-
-
-def test_as_many_queries_as_there_are_cannot_be_set_aside(place: EvaluationWorkplace) -> None:
-    place.evaluate["tuning"] = {"queries": QUERIES}
-    place.influence("--evaluate", "lds").refused(2, f"sets {QUERIES} of the {QUERIES} queries aside")
 
 
 # -- training ------------------------------------------------------------------------------------------------

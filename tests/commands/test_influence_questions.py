@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -63,20 +62,7 @@ def test_influence_groups_unknown_column(place: EvaluationWorkplace) -> None:
     place.influence().refused(2, "dok")
 
 
-@pytest.mark.long
-def test_influence_groups_in_parts_are_those_of_one_run(place: EvaluationWorkplace) -> None:
-    place.section.update({"groups": "doc", "over_queries": "max"})
-    ran(place)
-    one = {name: table(place, name) for name in ("groups", "scores", "queries")}
-    place.config["output"] = "parts"
-    for part in ("1/2", "2/2"):
-        assert place.influence("--part", part).code == 0
-    assert place.command("merge", "parts", "--no-report").code == 0
-    for name, whole in one.items():
-        pd.testing.assert_frame_equal(table(place, name, "parts"), whole)
-
-
-# -- contrasts, the largest over queries --------------------------------------------------------------------
+# -- contrasts ------------------------------------------------------------------------------------------
 
 
 def test_influence_contrast_is_the_difference_of_two_columns(place: EvaluationWorkplace) -> None:
@@ -99,14 +85,6 @@ def test_influence_contrast_of_queries_that_are_not_there(place: EvaluationWorkp
     place.influence().refused(2, "contrast is an empty list")
 
 
-def test_influence_over_queries_max_is_the_score_of_largest_size(place: EvaluationWorkplace) -> None:
-    place.section["over_queries"] = "max"
-    ran(place)
-    products = place.products()
-    largest = products[np.arange(ROWS), np.abs(products).argmax(1)]
-    np.testing.assert_allclose(table(place, "self_influence")["overall"], largest, rtol=1e-6)
-
-
 # -- what to do next -----------------------------------------------------------------------------------------
 
 
@@ -118,29 +96,6 @@ def test_influence_harmful_rows_are_a_list_with_predicted_changes(place: Evaluat
     order = order[overall[order] < 0]
     assert found["index"].tolist() == order.tolist()
     np.testing.assert_allclose(found["predicted_change"], np.cumsum(overall[order]), rtol=1e-5)
-
-
-@pytest.mark.sweep
-def test_influence_page_ends_in_a_hint_with_measured_trust(place: EvaluationWorkplace) -> None:
-    place.section["groups"] = "doc"
-
-    def page(*options: str) -> str:
-        outcome = place.influence(*options)
-        assert outcome.code == 0, outcome.err
-        text = (place.folder / "out" / "report.html").read_text()
-        return text[text.rindex("What to do next") :]
-
-    first = page()
-    assert "How far to trust that was not measured" in first
-    assert "--evaluate lds" in first
-    assert "harmful.csv" in first
-    found: Any = place.evaluated("lds")["lds"]
-    second = page("--overwrite")
-    assert f"rank retrained models with a correlation of {found['mean']:.2f}" in second
-    plots = {path.name for path in (place.folder / "out" / "plots").iterdir()}
-    assert {"scores_by_class.png", "scores_by_group.png"} <= plots
-    place.section["measurement"] = "margin"  # of which nothing was measured
-    assert "was not measured" in page("--overwrite")
 
 
 def test_influence_answers_are_in_the_json(place: EvaluationWorkplace) -> None:

@@ -70,18 +70,6 @@ def test_influence_tokens_add_up_to_the_scores_of_samples(place: InfluenceWorkpl
 
 
 @pytest.mark.long
-def test_influence_tokens_of_some_query_tokens(place: InfluenceWorkplace) -> None:
-    whole = ran(place, "--no-report")
-    place.section["query_tokens"] = [4]
-    some = ran(place, "--no-report", "--overwrite")
-    wanted = whole[whole["query_token"] == 4]
-    key = ["query_index", "train_index", "train_token"]
-    pd.testing.assert_series_equal(
-        some.set_index(key)["score"].sort_index(), wanted.set_index(key)["score"].sort_index()
-    )
-
-
-@pytest.mark.long
 def test_influence_tokens_a_named_method_stays(place: InfluenceWorkplace) -> None:
     place.section.update({"method": "influence", "level": "sample"})
     assert place.influence("--no-report").code == 0
@@ -91,8 +79,6 @@ def test_influence_tokens_a_named_method_stays(place: InfluenceWorkplace) -> Non
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"query_tokens": [6, 7]}, ("names token 7, and the query row-00 has 7", "from 0 to 6")),
-        ({"query_tokens": [1], "level": "sample"}, ("query_tokens go with level: token",)),
         ({"measurement": {"name": "model.py:number", "larger_is": "worse"}}, ("is not divided over tokens",)),
         ({"index": "index"}, ("which an index has not",)),
         ({"checkpoints": ["a.safetensors", "b.safetensors"]}, ("divides the scores of one checkpoint",)),
@@ -110,7 +96,7 @@ def test_influence_tokens_that_cannot_be(
 
 def test_influence_tokens_of_a_method_whose_scores_do_not_add_up(place: InfluenceWorkplace) -> None:
     place.section["method"] = "gradient_cosine"
-    place.influence().refused(3, "the scores of gradient_cosine", "set influence.method: ekfac")
+    place.influence().refused(3, "the scores of gradient_cosine", "choose ekfac")
 
 
 def test_influence_tokens_of_a_loss_of_samples(place: InfluenceWorkplace) -> None:
@@ -118,10 +104,6 @@ def test_influence_tokens_of_a_loss_of_samples(place: InfluenceWorkplace) -> Non
     place.use_model(f"def Model():\n    return nn.Linear(4, {CLASSES})\n")
     place.config["data"] = {"path": "data.npz", "inputs": "x", "target": "y", "id": "uid"}
     place.influence().refused(2, "the loss cross_entropy has one value a sample", "level: sample")
-
-
-def test_influence_tokens_in_parts(place: InfluenceWorkplace) -> None:
-    place.influence("--part", "1/2").refused(2, "the parts of a run store scores of samples")
 
 
 def test_influence_tokens_by_several_processes_are_refused(place: InfluenceWorkplace) -> None:

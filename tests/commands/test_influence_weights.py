@@ -124,7 +124,7 @@ def test_training_rows_with_weights_are_queries(place: InfluenceWorkplace, queri
 )
 def test_squares_of_weights_are_refused(place: InfluenceWorkplace, method: Any) -> None:
     place.section["method"] = method
-    place.influence().refused(2, "is not computed for losses with weights", "the square of a weight")
+    place.influence().refused(2, "is not computed for losses with weights", "its curvature")
 
 
 def test_evaluation_with_weights_is_refused(place: InfluenceWorkplace) -> None:

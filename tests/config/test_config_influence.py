@@ -90,7 +90,7 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
     """They are written twice, because reading a config must not import torch."""
     of_engine = {field.name: field.default for field in dataclasses.fields(IndexSpec)}
     of_config = {name: info.default for name, info in IndexConfig.model_fields.items() if name != "path"}
-    assert of_config == of_engine
+    assert of_config | {"seed": 0} == of_engine
     for projection in ("sparse", "two-sided", "none"):
         for dtype in ("float64", "float32", "float16", "bfloat16"):
             options = {"projection": projection, "dtype": dtype}
@@ -133,10 +133,17 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
         ("index={path: there, dtype: int4}", "influence.index.dtype: got 'int4', expected one of float64"),
         ("index_search=approximate", "index_search: approximate searches an index; name one, in index"),
         ("index_search=aproximate", "influence.index_search.kind: got 'aproximate', expected one of exact"),
-        ("index_search={probes: 3}", "probes is of kind: approximate; set that, or leave them out"),
-        ("index_search={kind: exact, lists: 4, sample: 0}", "lists, sample are of kind: approximate; set"),
-        ("index_search={kind: approximate, lists: 4, probes: 5}", "probes: 5 is more than lists: 4"),
-        ("index_search={kind: approximate, candidates: 0}", "candidates: got 0, expected at least 1"),
+        ("index_search={probes: 3}", "probes is of kind: approximate; set that, or leave it out"),
+        (
+            "index_search={kind: approximate, lists: 4}",
+            "lists: not a key here: rows are divided into",
+        ),
+        ("index_search={kind: approximate, sample: 4}", "sample: not a key here: the recall is measured on"),
+        ("index_search={candidates: 4}", "candidates: not a key here: two rows are scored exactly"),
+        ("index={path: there, seed: 1}", "influence.index.seed: not a key here"),
+        ("average=plain", "influence.average: not a key here: scores of several checkpoints are put on one"),
+        ("over_queries=max", "influence.over_queries: not a key here: all queries together are ranked by"),
+        ("query_tokens=[1]", "influence.query_tokens: not a key here: tokens.parquet has all tokens"),
     ],
 )
 def test_mistakes_are_reported(tmp_path: Path, override: str, words: str) -> None:
@@ -184,7 +191,6 @@ def test_a_method_of_ones_own_is_a_class(tmp_path: Path) -> None:
     [
         (("groups=source",), "groups needs the scores of all rows"),
         (("contrast=[[a, b]]", "groups=a"), "groups, contrast need the scores of all rows"),
-        (("over_queries=max",), "over_queries: max needs the scores of all rows"),
         (("layers=module",), "layers: module needs the scores of all rows"),
         (("normalize=self_influence",), "normalize: self_influence needs the scores of all rows"),
         (("checkpoints=[a.pt, b.pt]",), "approximate finds rows by one inner product, and 2 checkpoints"),
@@ -201,7 +207,7 @@ def test_approximate_search_refuses_what_needs_all_scores(
 
 def test_approximate_search_by_name_or_with_options(tmp_path: Path) -> None:
     named = load(tmp_path, "index=there", "index_search=approximate").index_search
-    assert (named.kind, named.lists, named.probes) == ("approximate", None, None)
+    assert (named.kind, named.probes) == ("approximate", None)
     assert named.not_default() == {"kind"}
     options = load(tmp_path, "index=there", "index_search={kind: approximate, probes: 7}").index_search
     assert (options.kind, options.probes) == ("approximate", 7)

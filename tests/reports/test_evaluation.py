@@ -33,7 +33,6 @@ def lds_result(**changes: Any) -> EvaluationResult:
             "ahead_low": [np.nan, 0.42, 0.43],
             "ahead_high": [np.nan, 0.44, 0.45],
             "undefined": [0, 0, 3],
-            "damping": [0.1, np.nan, np.nan],
         }
     )
     facts = {
@@ -48,7 +47,6 @@ def lds_result(**changes: Any) -> EvaluationResult:
         "details": pd.DataFrame(),
         "unit": UNIT,
         "folder": Path("runs/x-lds"),
-        "curves": {"influence": {0.01: 0.5, 0.1: 0.6}},
         "notes": ["left out: tracin, as \x1b[31mit is"],
     }
     return EvaluationResult(**{**content, **changes})
@@ -68,7 +66,7 @@ def loo_result() -> EvaluationResult:
     points = pd.DataFrame(
         {"train_id": ["a", "b"], "query_id": ["q", "q"], "predicted": [0.1, -0.2], "actual": [0.11, -0.19]}
     )
-    return lds_result(kind="loo", table=pd.DataFrame(rows), facts=facts, points=points, curves={})
+    return lds_result(kind="loo", table=pd.DataFrame(rows), facts=facts, points=points)
 
 
 def removal_result() -> EvaluationResult:
@@ -80,7 +78,7 @@ def removal_result() -> EvaluationResult:
         for k in (10, 50)
     ]
     return lds_result(
-        kind="removal", table=pd.DataFrame(rows), facts={"queries": 20, "seeds": 5, "models": 900}, curves={}
+        kind="removal", table=pd.DataFrame(rows), facts={"queries": 20, "seeds": 5, "models": 900}
     )
 
 
@@ -104,7 +102,6 @@ def test_the_table_has_the_best_first_with_intervals_leads_and_the_ceiling() -> 
         "best reachable 0.958 (one seed agrees with another to 0.790",
         "lead of influence",
         "0.570 to 0.590",
-        "0.1 x mean",
         "same [red] label (control)",
         "runs/x-lds",
     ):
@@ -149,11 +146,10 @@ def test_json_has_the_configs_method_by_flat_names_and_every_method_by_its_own(k
 
 def test_names_of_json() -> None:
     lds = evaluation_content(lds_result())["lds"]
-    assert (lds["mean"], lds["interval"], lds["ceiling"], lds["damping"]) == (0.58, [0.57, 0.59], 0.958, 0.1)
+    assert (lds["mean"], lds["interval"], lds["ceiling"]) == (0.58, [0.57, 0.59], 0.958)
     assert lds["methods"]["gradient_dot"]["ahead_interval"] == [0.42, 0.44]
     assert lds["methods"]["influence"]["ahead"] is None
     assert isinstance(lds["methods"]["gradient_dot"]["undefined"], int)
-    assert lds["tuning"] == {"influence": [{"damping": 0.01, "mean": 0.5}, {"damping": 0.1, "mean": 0.6}]}
     loo = evaluation_content(loo_result())["loo"]
     assert (loo["pearson"], loo["slope"], loo["methods"]["random"]["slope"], loo["ceiling"]) == (
         0.9997,
@@ -168,7 +164,7 @@ def test_names_of_json() -> None:
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("lds", ["evaluation", "tuning"]),
+        ("lds", ["evaluation"]),
         ("loo", ["evaluation", "predicted_and_actual"]),
         ("removal", ["evaluation"]),
     ],

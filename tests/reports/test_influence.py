@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.reports.influence_page import render_influence, write_influence_report
+from psgrad.reports.influence_page import fit_facts, render_influence, write_influence_report
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.influence_terminal import summary, write_influence
-from psgrad.reports.influence_words import examples, fit_facts, signed
+from psgrad.reports.influence_words import examples, signed
 from psgrad.run.results import TopSample
 from psgrad.run.results.influence import (
     ALL_INDEX,

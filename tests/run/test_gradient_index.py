@@ -262,7 +262,7 @@ def test_gradient_index_create_over_other_folder_refused(tmp_path: Path) -> None
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "index.json").write_text(json.dumps({"rows": 3}))
     for overwrite in (False, True):
-        with pytest.raises(OutputExistsError, match="does not hold an index"):
+        with pytest.raises(OutputExistsError, match="holds no index"):
             GradientIndex.create(tmp_path / "other", DESCRIPTION, overwrite=overwrite)
     with pytest.raises(OutputError, match="can't be read: it is no index's"):
         GradientIndex.resume(tmp_path / "other", DESCRIPTION)

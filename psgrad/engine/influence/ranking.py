@@ -16,28 +16,10 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.method import Fitted, Method, Per, ScoreBlock, Scores, SelfBlock, with_total
 
-OverQueries = Literal["mean", "max"]
 
-
-def over_queries(scores: torch.Tensor, how: OverQueries) -> torch.Tensor:
-    """[2, n, c] of scores [n, m, c]: a numerator and a count, whose quotient joins the scores that are not
-    NaN: their mean, or the score of largest size. 0 / 0 where there is none.
-    """
-    known = ~scores.isnan()
-    if how == "mean":
-        return torch.stack([scores.nansum(1), known.sum(1)])
-    place = torch.where(known, scores.abs(), -1.0).argmax(1, keepdim=True)
-    largest = torch.where(known, scores, 0.0).gather(1, place).squeeze(1)
-    return torch.stack([largest, known.any(1)])
-
-
-def joined_over(parts: Sequence[torch.Tensor], how: OverQueries) -> torch.Tensor:
-    """[2, n, c]: the same of the queries of all parts, each [2, n, c]."""
-    whole = torch.stack(list(parts))
-    if how == "mean":
-        return whole.sum(0)
-    values = torch.where(whole[:, 1] > 0, whole[:, 0], torch.nan)
-    return over_queries(values.transpose(0, 1), how)
+def over_queries(scores: torch.Tensor) -> torch.Tensor:
+    """[2, n, c] of scores [n, m, c]: the sums and the numbers of the scores that are not NaN."""
+    return torch.stack([scores.nansum(1), (~scores.isnan()).sum(1)])
 
 
 def summed_over_groups(scores: torch.Tensor, groups: torch.Tensor, count: int) -> torch.Tensor:
@@ -54,7 +36,7 @@ def summed_over_groups(scores: torch.Tensor, groups: torch.Tensor, count: int) -
 Average = Literal["relative", "plain"]
 
 
-def is_relative(method: Method, checkpoints: int, average: Average) -> bool:
+def is_relative(method: Method, checkpoints: int, average: Average = "relative") -> bool:
     """Whether the scores of several checkpoints are divided by a scale of each checkpoint and query before
     they are averaged.
     """
@@ -136,13 +118,6 @@ class CheckpointAgreement:
         correlation = covariance / (deviation.unsqueeze(0) * deviation.unsqueeze(1))
         above = torch.ones(len(means), len(means)).triu(1).bool()
         return correlation[above].mean(0).clamp(-1.0, 1.0)
-
-    def largest_share(self) -> torch.Tensor:
-        """[m]: the root mean square of the scores of the checkpoint that has the largest, as a share of the
-        sum over checkpoints; NaN where all scores are zero.
-        """
-        sizes = self._products.diagonal(dim1=0, dim2=1).t().sqrt()
-        return sizes.amax(0) / sizes.sum(0)
 
 
 # A variance below that share of the mean square is rounding.

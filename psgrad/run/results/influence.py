@@ -166,8 +166,7 @@ class InfluenceResult(ShortRepr):
     `check` what a few such changes are where training goes on; None where that was not tried. `measurement`
     is what of a query is explained, and `larger_is_worse` its sense. `facts` are what the method says of its
     fit (damping, residual, iterations, spectrum), for each checkpoint; `warnings` are for people. `questions`
-    has the answers about groups and contrasts. `evaluations` has what earlier evaluations of the
-    same scores found, kind -> its part of evaluation.json. `tokens` has the ranked pairs of the
+    has the answers about groups and contrasts. `tokens` has the ranked pairs of the
     shown queries token by token, with `level: token`. `manifest` is what manifest.json holds.
     """
 
@@ -189,7 +188,6 @@ class InfluenceResult(ShortRepr):
     check: RemovalCheck | None = None
     larger_is_worse: bool = True
     questions: QuestionTables = field(default_factory=QuestionTables)
-    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     tokens: list[TokenPair] = field(default_factory=list)
 
 
@@ -307,7 +305,7 @@ EVALUATION_FILE = "evaluation.json"
 
 # The columns of the table of each kind, after `method` and `control`. Intervals are 95 % jackknife intervals.
 EVALUATION_COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "lds": ("mean", "low", "high", "ahead", "ahead_low", "ahead_high", "undefined", "damping"),
+    "lds": ("mean", "low", "high", "ahead", "ahead_low", "ahead_high", "undefined"),
     "loo": ("pearson", "low", "high", "spearman", "slope", "intercept", "pooled", "undefined"),
     "removal": ("removed", "rise", "low", "high", "ahead", "ahead_low", "ahead_high"),
 }
@@ -331,7 +329,6 @@ class EvaluationResult(ShortRepr):
         details: one row a method and query: the values behind the means.
         points: of loo, one row a removal and query: predicted and actual rise, by the
             config's method.
-        curves: of lds with tuning, method -> damping -> the score on the tuning subsets and queries.
         notes: sentences.
         unit: the unit of a rise, in words.
         folder: of the run.
@@ -346,7 +343,6 @@ class EvaluationResult(ShortRepr):
     unit: str
     folder: Path
     points: pd.DataFrame = field(default_factory=pd.DataFrame)
-    curves: dict[str, dict[float, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     manifest: RunManifest = field(default_factory=RunManifest)
 
@@ -367,11 +363,6 @@ def evaluation_content(result: EvaluationResult) -> dict[str, Any]:
             methods[name] = {"control": bool(row["control"]), **values}
     main = {key: value for key, value in methods[result.method].items() if key != "control"}
     content: dict[str, Any] = {**main, **result.facts, "methods": methods}
-    if result.curves:
-        content["tuning"] = {
-            name: [{"damping": damping, "mean": mean} for damping, mean in curve.items()]
-            for name, curve in result.curves.items()
-        }
     return {
         "kind": result.kind,
         "method": result.method,

@@ -14,7 +14,6 @@ CONTRAST_COLUMNS = (
     *("first", "second", "rank", "train_id", "train_index"),
     *("score", "score_first", "score_second"),
 )
-SUMMARY_COLUMNS = ("query_class", "by", "of", "rows", "score")
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,10 @@ class QuestionTables:
         groups: GROUP_COLUMNS. For all queries together every group, and for each query its strongest: rank 1
             is the group that helps most, -1 the one that hurts most. `score` is the sum over its `rows`.
         contrasts: CONTRAST_COLUMNS. `score` is the score for the first query minus that for the second.
-        summary: SUMMARY_COLUMNS. The mean score of a training example of a class, or of a group (`by`), for a
-            query of a class; `rows` are the training examples.
     """
 
     groups: pd.DataFrame = field(default_factory=pd.DataFrame)
     contrasts: pd.DataFrame = field(default_factory=pd.DataFrame)
-    summary: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def files(self) -> dict[str, pd.DataFrame]:
         """The tables that there are, by the names of their files."""

@@ -266,9 +266,8 @@ class InfluenceFacts:
     """The settings of an influence run, and, from `check` on, its results.
 
     checkpoints: path, sha256 and learning_rate of each. queries: rows and fingerprint. fit: the facts of the
-        method at each checkpoint. coverage: by parts of the model, which of its parameters scores are about;
-        see psgrad.commands.influence_tables. search: of an approximate search of an index, which share of
-        the strongest rows it has found.
+        method at each checkpoint. coverage: how many of the model's parameters scores are about. search: of
+        an approximate search of an index, which share of the strongest rows it has found.
     """
 
     method: str | None = None
@@ -277,9 +276,8 @@ class InfluenceFacts:
     predicts_removal: bool | None = None
     measurement: str | None = None
     normalize: str | None = None
-    average: str | None = None
     parameters: list[str] = field(default_factory=list)
-    coverage: list[dict[str, Any]] = field(default_factory=list)
+    coverage: dict[str, Any] = field(default_factory=dict)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     queries: dict[str, Any] = field(default_factory=dict)
     check: dict[str, Any] | None = None

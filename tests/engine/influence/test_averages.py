@@ -92,8 +92,6 @@ def test_agreement_is_the_mean_correlation_of_pairs_of_checkpoints() -> None:
         correlations = np.corrcoef(scores[:, :, query].numpy())
         expected.append(np.mean(correlations[np.triu_indices(3, 1)]))
     np.testing.assert_allclose(found.correlation(), expected, rtol=1e-9)
-    sizes = np.sqrt((scores.numpy() ** 2).sum(1))
-    np.testing.assert_allclose(found.largest_share(), sizes.max(0) / sizes.sum(0), rtol=1e-12)
 
 
 def test_agreement_of_a_checkpoint_without_scores_is_nan() -> None:

@@ -7,7 +7,6 @@ queries are then matrix products. Tied values have their mean rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
-from psgrad.engine.influence.ranking import Average, Normalize, divisor, joined_scores, joined_self
-from psgrad.errors import InfluenceError
+from psgrad.engine.influence.ranking import Normalize, divisor, joined_scores, joined_self
 
 Array = np.ndarray[Any, Any]
 Interval = tuple[float, float]
@@ -153,39 +151,19 @@ def score_matrix(
     fitted: Sequence[Fitted],
     queries: Sequence[Examples],
     normalize: Normalize | None = None,
-    average: Average = "relative",
 ) -> Array:
     """[n, m] float64, positive where an example helps a query: of the checkpoints together.
 
-    normalize: scores are divided as `divisor` says; None leaves them as they are. average: over checkpoints,
-    see `joined_scores`.
+    normalize: scores are divided as `divisor` says; None leaves them as they are.
     """
     divisors = None if normalize is None else [divisor(each.self_influence(), normalize) for each in fitted]
-    joined = joined_scores(method, fitted, queries, divisors=divisors, average=average)
+    joined = joined_scores(method, fitted, queries, divisors=divisors)
     scores: Array = torch.cat([block.scores[""] for block in joined]).double().cpu().numpy()
     return scores
 
 
-def self_influences(method: Method, fitted: Sequence[Fitted], average: Average = "relative") -> Array:
+def self_influences(method: Method, fitted: Sequence[Fitted]) -> Array:
     """[n] float64: each example's influence on itself, of the checkpoints together."""
     each = [torch.cat([block.self_influence for block in one.self_influence()]) for one in fitted]
-    result: Array = joined_self(method, each, average).double().cpu().numpy()
+    result: Array = joined_self(method, each).double().cpu().numpy()
     return result
-
-
-def has_damping(method: Method) -> bool:
-    """Whether a method has a damping that can be tuned."""
-    return hasattr(method, "relative_damping")
-
-
-def damped(
-    method: Method, fitted: Sequence[Fitted], places: Sequence[CheckpointExamples], relative: float
-) -> tuple[Method, list[Fitted]]:
-    """The method with another damping, relative to the curvature's mean eigenvalue, fitted anew. Raises
-    InfluenceError where the method has no damping.
-    """
-    if not has_damping(method):
-        raise InfluenceError(f"the method {method.name} has no damping to tune")
-    changed: Any = method
-    changed = replace(changed, damping=None, relative_damping=relative)
-    return changed, fitted_to(changed, places)

@@ -1,5 +1,5 @@
-"""The parts of every evaluation: methods that are compared, a trainer, and numbers of retrained models, which
-are stored for a run that is interrupted.
+"""Models that are trained again for an evaluation: the methods that are compared with them, the trainer, and
+what the trained models measure, which is stored for a run that is interrupted.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -17,10 +18,11 @@ import torch
 from torch import nn
 
 from psgrad.commands.influence_checkpoints import fresh_models
-from psgrad.commands.influence_setup import InfluenceSetup, method_from
+from psgrad.commands.influence_setup import InfluenceSetup, errors_of_own_method, method_from
 from psgrad.config import Config, EvaluationConfig
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Forward
+from psgrad.engine.influence.evaluation.controls import controls
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
 from psgrad.engine.influence.evaluation.retraining import (
     EnsembleTrainer,
@@ -29,10 +31,10 @@ from psgrad.engine.influence.evaluation.retraining import (
     fresh_model,
     measured,
 )
-from psgrad.engine.influence.evaluation.statistics import CheckpointExamples
+from psgrad.engine.influence.evaluation.statistics import fitted_to, score_matrix
 from psgrad.engine.influence.method import Fitted, Method
-from psgrad.engine.influence.ranking import Average, Normalize
 from psgrad.engine.transforms.private_torch import tree_leaves
+from psgrad.errors import InfluenceError
 from psgrad.models.training_functions import resolve_training
 from psgrad.reports.words import duration
 from psgrad.run import RunFolder
@@ -46,26 +48,24 @@ _NOTED_SECONDS = 60.0  # a longer predicted time of retraining is said before it
 RETRAINED = "retrained"
 
 
-@dataclass
-class EvaluationParts:
-    """The parts of an evaluation.
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation compares, and the models that it compares with.
 
     methods: by the names that they have in tables, the config's first. asked: [m] the rows of the query data
-    that are reported on. rows: the training data. train: makes models of jobs. models: how many were asked
-    for. notes: sentences for people.
+    that are reported on. train: makes models of jobs. fingerprint: of what their measurements depend on.
+    notes: sentences for people, to which those about left-out methods are added.
     """
 
     setup: InfluenceSetup
     wanted: EvaluationConfig
     methods: dict[str, Method]
     asked: Array
-    rows: LoadedRows
     train: Trainer
     store: ShardStore
     fingerprint: str
     progress: Say
     notes: list[str] = field(default_factory=list)
-    models: int = 0
 
     @property
     def main(self) -> str:
@@ -73,7 +73,7 @@ class EvaluationParts:
 
     @property
     def seeds(self) -> int:
-        """Trainings of each subset: one where all seeds lead to one minimum."""
+        """Trainings of each set of rows: one where all seeds lead to one minimum."""
         exact = self.wanted.train.function is None and self.wanted.train.optimizer == "newton"
         return 1 if exact else self.wanted.seeds
 
@@ -82,61 +82,59 @@ class EvaluationParts:
         """The training examples as the first checkpoint's model sees them."""
         return self.setup.views[0].training
 
-    @property
-    def normalize(self) -> Normalize | None:
-        """What the scores of the config's method are divided by."""
-        wanted = self.setup.run.config.influence.normalize
-        return None if wanted == "none" else wanted
-
-    @property
-    def average(self) -> Average:
-        """How scores of several checkpoints are averaged."""
-        return self.setup.run.config.influence.average
-
-    def places(self) -> list[CheckpointExamples]:
-        """The training examples as the model of each checkpoint sees them."""
-        return [(view.training, view.checkpoint) for view in self.setup.views]
-
     def queries(self, rows: Array) -> list[Examples]:
         """These rows of the query data, as the model of each checkpoint sees them."""
         return [view.queries for view in self.setup.with_queries(rows).views]
 
-    def outcomes(self, jobs: Sequence[Job], queries: Array) -> Array:
-        """[jobs, m]: what each retrained model measures on these rows of the query data, larger being
-        worse.
+    def retrained(
+        self, sets: Mapping[str, Array], queries: Array, seed: Callable[[int, int], int]
+    ) -> dict[str, Array]:
+        """name -> [seeds, m]: what models that are trained on these rows alone measure on the queries, larger
+        being worse.
+
+        seed: of the set of this number, in this repetition.
         """
+        jobs = [
+            Job(f"{name}, seed {repeat}", rows, seed(number, repeat))
+            for number, (name, rows) in enumerate(sets.items())
+            for repeat in range(self.seeds)
+        ]
         asked = self.queries(queries)[0]
         rows, criterion = LoadedRows.of(asked), asked.objective.criterion
-        self.models += len(jobs)
-        self.progress(Progress(0, len(jobs), "retraining", unit="model"))
-        begun = perf_counter()
-        told, before = False, 0
-
-        def tell(done: int) -> None:
-            nonlocal begun, told, before
-            self.progress(Progress(done, len(jobs), "retraining", unit="model"))
-            # Batches that an earlier run has stored take no time: the first that is trained tells.
-            predicted = (perf_counter() - begun) / (done - before) * (len(jobs) - done)
-            if not told and predicted > _NOTED_SECONDS:
-                told = True
-                said = (
-                    f"the other {len(jobs) - done:,} models are predicted to take {duration(predicted)};"
-                    " seeds, subsets, removals, ks and explained under influence.evaluate decide how many"
-                    " there are; an interrupted evaluation goes on from its finished models"
-                )
-                self.progress(Progress(0, 0, "evaluation", said))
-            begun, before = perf_counter(), done
-
-        return measured(
+        outcomes = measured(
             jobs,
             self.train,
             lambda members: members.measured(rows, criterion),
             self.store,
             f"{self.fingerprint} queries {rows.digest()}",
             self.wanted.train.together,
-            tell=tell,
+            tell=_teller(len(jobs), self.progress),
             processes=self.setup.processes,
         )
+        return dict(zip(sets, outcomes.reshape(len(sets), self.seeds, -1), strict=True))
+
+
+def _teller(count: int, progress: Say) -> Callable[[int], None]:
+    """Shows how many models are trained, and once what the others are predicted to take."""
+    begun, told, before = perf_counter(), False, 0
+    progress(Progress(0, count, "retraining", unit="model"))
+
+    def tell(done: int) -> None:
+        nonlocal begun, told, before
+        progress(Progress(done, count, "retraining", unit="model"))
+        # Batches that an earlier run has stored take no time: the first that is trained tells.
+        predicted = (perf_counter() - begun) / (done - before) * (count - done)
+        if not told and predicted > _NOTED_SECONDS:
+            told = True
+            text = (
+                f"the other {count - done:,} models are predicted to take {duration(predicted)}; seeds,"
+                " subsets, removals, ks and explained under influence.evaluate decide how many there are; an"
+                " interrupted evaluation goes on from its finished models"
+            )
+            progress(Progress(0, 0, "evaluation", text))
+        begun, before = perf_counter(), done
+
+    return tell
 
 
 class ShardStore:
@@ -160,9 +158,9 @@ class ShardStore:
         self._folder.write_bytes(f"{RETRAINED}/{name}.npy", buffer.getvalue())
 
 
-def evaluation_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> EvaluationParts:
-    """The parts that a config names. Raises ConfigError for methods or a training function that are not
-    there.
+def evaluation_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Evaluation:
+    """The evaluation that a config describes. Raises ConfigError for methods or a training function that are
+    not there.
     """
     config, wanted = setup.run.config, setup.run.config.influence.evaluate
     fresh = fresh_models(config, setup.run)
@@ -176,7 +174,15 @@ def evaluation_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Ev
     asked = setup.query_rows
     if wanted.queries is not None and wanted.queries < len(asked):  # a random choice of them, in order
         asked = np.sort(np.random.default_rng([wanted.seed, 2]).choice(asked, wanted.queries, replace=False))
-    notes, methods = list[str](), compared(config, setup.method)
+    methods = compared(config, setup.method)
+    notes = [*_notes_on_training(setup, fresh), *_notes_on_decay(methods, wanted)]
+    mark = f"{fingerprint(setup, rows)} {behaviour(fresh, rows, setup.run.forward)}"
+    return Evaluation(setup, wanted, methods, asked, train, ShardStore(folder), mark, progress, notes)
+
+
+def _notes_on_training(setup: InfluenceSetup, fresh: Callable[[int], nn.Module]) -> list[str]:
+    """What training again does not take from the config."""
+    notes = []
     one, other = (dict(fresh_model(fresh, seed).named_parameters()) for seed in (0, 1))
     if all(torch.equal(value, other[name]) for name, value in one.items()):
         notes.append(
@@ -185,29 +191,25 @@ def evaluation_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Ev
         )
     if setup.run.objective.autocast is not None:
         notes.append("models are retrained in float32, without autocast")
-    if config.influence.index is not None:
+    if setup.run.config.influence.index is not None:
         notes.append(
             "the index is not asked: methods are fitted to the training data, with projections of their own"
         )
-    for name, method in methods.items():
-        decay, trained = getattr(method, "weight_decay", wanted.train.weight_decay), wanted.train.weight_decay
-        if wanted.train.function is None and decay != trained:
-            notes.append(
-                f"{name} takes a weight decay of {decay:g} for the one of training, and models are trained"
-                f" again with {trained:g}"
-            )
-    return EvaluationParts(
-        setup=setup,
-        wanted=wanted,
-        methods=methods,
-        asked=asked,
-        rows=rows,
-        train=train,
-        store=ShardStore(folder),
-        fingerprint=f"{fingerprint(setup, rows)} {behaviour(fresh, rows, setup.run.forward)}",
-        progress=progress,
-        notes=notes,
-    )
+    return notes
+
+
+def _notes_on_decay(methods: Mapping[str, Method], wanted: EvaluationConfig) -> list[str]:
+    """Which methods take another weight decay for that of training."""
+    if wanted.train.function is not None:
+        return []
+    trained = wanted.train.weight_decay
+    decays = {name: getattr(method, "weight_decay", trained) for name, method in methods.items()}
+    return [
+        f"{name} takes a weight decay of {decay:g} for the one of training, and models are trained again with"
+        f" {trained:g}"
+        for name, decay in decays.items()
+        if decay != trained
+    ]
 
 
 def compared(config: Config, main: Method) -> dict[str, Method]:
@@ -226,14 +228,14 @@ def compared(config: Config, main: Method) -> dict[str, Method]:
 
 
 def behaviour(fresh: Callable[[int], nn.Module], rows: LoadedRows, forward: Forward) -> str:
-    """A digest of a fresh model's weights and of what it says to the first row: it is another where code that
+    """A digest of a fresh model's weights and of its output for the first row: it is another where code that
     the factory imports is.
     """
     model = fresh_model(fresh, 0).eval()
     with torch.no_grad():
         output = forward(model, *[x[:1] for x in rows.inputs])
-    said = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return LoadedRows((*model.state_dict().values(), *said), None).digest()
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return LoadedRows((*model.state_dict().values(), *tensors), None).digest()
 
 
 def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:
@@ -253,3 +255,46 @@ def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:
         "rows": rows.digest(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# -- scores of what is compared ------------------------------------------------------------------------------
+
+
+def fitted_methods(evaluation: Evaluation) -> Fits:
+    """name -> (method, fitted at each checkpoint). A compared method that has no scores is named and left
+    out; the config's raises.
+    """
+    places = [(view.training, view.checkpoint) for view in evaluation.setup.views]
+    found: Fits = {}
+    for name, method in evaluation.methods.items():
+        with _or_left_out(evaluation, name):
+            found[name] = method, fitted_to(method, places)
+    return found
+
+
+@contextmanager
+def _or_left_out(evaluation: Evaluation, name: str) -> Iterator[None]:
+    """A compared method that fails inside is named in the notes; the config's own raises InfluenceError."""
+    try:
+        with errors_of_own_method(name.partition(" (")[0]):  # without options, as a config names it
+            yield
+    except InfluenceError as error:
+        if name == evaluation.main:
+            raise
+        evaluation.notes.append(f"left out: {name}, as {error.message}")
+
+
+def all_scores(
+    evaluation: Evaluation, fits: Fits, asked: Array, only: Collection[str] | None = None
+) -> tuple[dict[str, Array], set[str]]:
+    """(name -> [n, m] of methods and controls, the names of the controls). only: which of these."""
+    queries, divided_by = evaluation.queries(asked), evaluation.setup.run.config.influence.normalize
+    scores = {}
+    for name, (method, fitted) in fits.items():
+        normalize = divided_by if name == evaluation.main and divided_by != "none" else None
+        with _or_left_out(evaluation, name):
+            scores[name] = score_matrix(method, fitted, queries, normalize)
+    beside, notes = controls(evaluation.training, queries[0], evaluation.wanted.seed)
+    beside = {name: matrix for name, matrix in beside.items() if only is None or name in only}
+    evaluation.notes.extend(note for note in notes if note not in evaluation.notes)
+    return {**scores, **beside}, set(beside)
