@@ -87,9 +87,9 @@ LONGER = {
 }
 # what -> (how much there was when this was written last, the goal), as LINES.
 SIZES = {
-    "lines of tests": (91_500, 62_000),
+    "lines of tests": (86_200, 62_000),
     "words of docs": (45_000, 45_000),
-    "files that psgrad.commands.analyze loads, the engine's left out": (114, 60),
+    "files that psgrad.commands.analyze loads, the engine's left out": (88, 60),
 }
 
 MODULES = {
