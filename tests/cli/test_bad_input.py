@@ -252,6 +252,7 @@ class Rows(torch.utils.data.Dataset):
 def test_a_dataset_that_raises_in_the_middle(workplace: Workplace) -> None:
     (workplace.folder / "data.py").write_text(RAISES_ON_ROW_15)
     workplace.config["data"] = {"factory": "data.py:Rows"}
+    workplace.config["engine"] = {**workplace.config.get("engine", {}), "chunk_size": 8}
     workplace.refused(3, "row 15", "raised OSError: no such picture")
     manifest = workplace.manifest()
     assert manifest["state"] == "failed"

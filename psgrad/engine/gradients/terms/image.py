@@ -154,7 +154,8 @@ class Image(Term):
             left = left * coefficients.transpose(2, 3)
         else:
             right = right * coefficients
-        return replace(product, left=left, right=right).dot(shared.unsqueeze(0)).double()  # type: ignore[call-arg,type-var]
+        scaled = replace(product, left=left, right=right)  # type: ignore[type-var, call-arg]
+        return scaled.dot(shared.unsqueeze(0)).double()
 
     @cached_property
     def _multiple(self) -> tuple[Placed, torch.Tensor] | None:
