@@ -272,7 +272,7 @@ def test_a_text_is_matched_without_the_padding_behind_it() -> None:
 def test_ids_of_an_unknown_vocabulary_say_what_they_are() -> None:
     words, note = shown([5, 6], [1.0, 2.0])
     assert words == "0:5 1:6 "
-    assert note == "position:id, as the dataset has neither tokens(ids) nor a tokenizer that tells the words"
+    assert note == "position:id, as the dataset has no tokenizer that tells the words"
 
 
 def test_tokens_are_distinguished() -> None:
