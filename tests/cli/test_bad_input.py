@@ -161,7 +161,7 @@ BAD: dict[str, tuple[Change, int, tuple[str, ...]]] = {
         3,
         ("the label 'y' is 1e+20 in row 0",),
     ),
-    "ragged rows": (ragged, 3, ("Python objects", "pad the rows")),
+    "ragged rows": (ragged, 3, ("Python objects", "pad rows to one length")),
     "cells of csv": (csv("a,b,y\n1,2,0\n1,2,1\n1,2\n"), 3, ("rows.csv", "Expected 3 columns, got 2")),
     "empty npz": (columns(**dict.fromkeys("xy", lambda x: x[:0]), uid=lambda u: u[:0]), 3, ("has no rows",)),
     "empty csv": (csv("a,b,y\n"), 3, ("has no rows",)),

@@ -83,7 +83,7 @@ def test_measures_over_checkpoints_need_some(training: Workplace) -> None:
     training.refused(
         3,
         "and analyze.checkpoints lists none",
-        "list a training run's files, in order",
+        "list files of a training run in analyze.checkpoints",
     )
     assert not (training.folder / "out").exists()
 

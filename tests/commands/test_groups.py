@@ -279,7 +279,7 @@ def test_methods_that_read_outputs_of_rows_are_refused(
     asking: InfluenceWorkplace, changed: dict[str, str]
 ) -> None:
     asking.config["influence"] |= changed
-    asking.influence().refused(2, *changed.values(), "not computed for groups", "leave data.group out")
+    asking.influence().refused(2, *changed.values(), "not computed for groups", "choose gradient_dot")
 
 
 def test_queries_without_groups_beside_training_groups_are_refused(asking: InfluenceWorkplace) -> None:

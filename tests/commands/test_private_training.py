@@ -505,7 +505,7 @@ def test_a_resume_on_other_data_or_another_model_is_refused(private: PrivateWork
     private.refused(2, "the dataset is not the one that the run in out began with", options=("--resume",))
     private.workplace.save(x=x)
     private.workplace.config["data"]["class_names"] = ["a", "b", "c"]
-    private.refused(2, "the dataset is not the one", "target, id or class_names", options=("--resume",))
+    private.refused(2, "the dataset is not the one", "target, id, class_names", options=("--resume",))
     del private.workplace.config["data"]["class_names"]
     private.workplace.use_model("def Model():\n    return mlp(6)\n")
     private.refused(

@@ -175,7 +175,7 @@ def test_ranks_take_as_many_rows_at_once_as_the_first() -> None:
 
 def test_sums_of_factors_are_sent_as_tensors() -> None:
     """A tie holds where it holds on both; a use that one rank alone has seen is kept."""
-    layout = AxisLayout((2, 3), (1, 0), (3, 2), (AxisSlice(0, 1, 3), AxisSlice(1, 2, 6)))
+    layout = AxisLayout((2, 3), (1, 0), (3, 2), (AxisSlice(0, 3), AxisSlice(1, 6)))
     use, other = ("w", Form(layout, (1, 3, 2))), ("v", Form(None, (1, 1, 4)))
     ties = [Tie("b", use, "left"), Tie("c", use, "right")]
     one = FactorSums({use: {"left": torch.ones(1, 3, 3)}}, dict.fromkeys(ties, True))
