@@ -104,7 +104,7 @@ def recorded(contest: Contest) -> Way:
         found = per_sample_square_norms(contest.objective.loss, params, inputs, target, has_aux=True)
         return found.square_norms().sqrt()
 
-    replay = ChunkReplay(norms, contest.objective.params, "none")
+    replay = ChunkReplay(norms, contest.objective.params)
 
     def way() -> Any:
         return replay((contest.inputs,), contest.target, PAYS_FROM)

@@ -316,7 +316,7 @@ def _our_norms(
     def way() -> Tensor:
         return norms(objective.params, (inputs,), target)
 
-    replay = ChunkReplay(norms, objective.params, "none")
+    replay = ChunkReplay(norms, objective.params)
 
     def program() -> Any:
         return replay((inputs,), target, PAYS_FROM)

@@ -186,7 +186,8 @@ def joined_columns(rows: Arrays, more: Mapping[str, torch.Tensor], where: str) -
 
 
 def measures_of(config: Config) -> list[Measure]:
-    """The measures that a config names, those that they and its detectors need before them.
+    """The measures that a config names, and those that they and its detectors need, each behind those that it
+    needs.
 
     Raises ConfigError for names or options that are not known.
     """
@@ -218,7 +219,21 @@ def measures_of(config: Config) -> list[Measure]:
                 )
             needed[name] = find(MEASURES, name, config.base)()
             waiting += needed[name].needs
-    return [*needed.values(), *found.values()]
+    return _in_order({**needed, **found})
+
+
+def _in_order(measures: Mapping[str, Measure]) -> list[Measure]:
+    """Each measure behind those that it needs, otherwise in their order."""
+    placed: dict[str, Measure] = {}
+
+    def place(name: str) -> None:
+        for needed in measures[name].needs:
+            place(needed)
+        placed.setdefault(name, measures[name])
+
+    for name in measures:
+        place(name)
+    return [*placed.values()]
 
 
 def measure_from(config: MeasureConfig, base: Path) -> Measure:
