@@ -64,7 +64,7 @@ RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functor
 # replaces something. Where a part has shrunk, its number is lowered.
 LINES = {
     "cli": (2_088, 1_700),
-    "commands": (9_537, 5_000),
+    "commands": (9_552, 5_000),
     "run": (4_740, 4_000),
     "data": (6_046, 5_000),
     "models": (2_553, 2_000),
