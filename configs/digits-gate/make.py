@@ -7,9 +7,10 @@ nobody has looked at.
     psgrad baseline save runs/checked --output configs/digits-gate/checked.json
 
 reads `../digits/digits.npz` and `../digits/flipped.json`, and writes beside itself `checked.npz` (600 digits
-that were not flipped, drawn at random; it is not shipped) and `unchecked.npz`
-(all others, the flipped ones among them), with the columns of digits.npz; and the baseline of the checked ones. The network of ../digits has been trained on
-both, so that sound digits of the one are like those of the other. The files come out the same everywhere.
+that were not flipped, drawn at random; it is not shipped) and `unchecked.npz` (all others, the flipped ones
+among them), with the columns of digits.npz; and the baseline of the checked ones. The network of ../digits
+has been trained on both, so that sound digits of the one are like those of the other. The files come out the
+same everywhere.
 """
 
 from __future__ import annotations
