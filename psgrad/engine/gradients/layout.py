@@ -1,12 +1,12 @@
 """Where numbers lie in a parameter: layouts, which map the axes of a term to those of the parameter, by
-transposes, reshapes and slices that compute no value; and slices of a gradient, with their indices.
+transposes, reshapes and slices that compute no value.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -278,31 +278,3 @@ def split_run(start: int, length: int, sizes: Sequence[int]) -> list[tuple[AxisS
         else:
             return None
     return out
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Some entries of some samples' gradients of one parameter. The slices of a gradient add up to it.
-
-    Attributes:
-        values: [m, q].
-        places: the q places in the parameter, row-major: a range if they are neighbours, else int64 [q].
-        samples: the samples of the rows: a slice, or int64 [m] without repetition.
-    """
-
-    values: torch.Tensor
-    places: range | torch.Tensor
-    samples: slice | torch.Tensor
-
-    def cut(self, width: int) -> Iterator[Slice]:
-        """This slice in slices of at most `width` indices."""
-        for start in range(0, len(self.places), width):
-            yield Slice(
-                self.values[:, start : start + width], self.places[start : start + width], self.samples
-            )
-
-    def place_tensor(self) -> torch.Tensor:
-        """The places as int64 [q]."""
-        if isinstance(self.places, torch.Tensor):
-            return self.places
-        return torch.arange(self.places.start, self.places.stop, device=self.values.device)
