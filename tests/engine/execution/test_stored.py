@@ -78,7 +78,7 @@ def found_by(model: nn.Module, architecture: Architecture, dtype: torch.dtype) -
         norms.losses,
         norms.by_parameter,
         computed(per_sample_projections, projection=Sparse(8, seed=0)).rows,
-        computed(per_sample_weighted_sum, weights=_clipped, memory=0).sums,
+        computed(per_sample_weighted_sum, weights=_clipped).sums,
     ]
     return [each for each in tree_leaves(found) if isinstance(each, Tensor)]
 
