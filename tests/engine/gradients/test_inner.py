@@ -23,7 +23,7 @@ from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.inner import inner_products
 from psgrad.engine.gradients.inner import inner_products as prices
 from psgrad.engine.gradients.inner import regions as tiles
-from psgrad.engine.gradients.inner.inner_products import GRAM, MATCHES, VALUES
+from psgrad.engine.gradients.inner.inner_products import GRAM, VALUES
 from psgrad.engine.gradients.inner.materialised import LONGEST_SUM
 from psgrad.engine.gradients.inner.regions import regions
 from psgrad.engine.gradients.layout import AxisLayout
@@ -139,8 +139,6 @@ def tied_pairs(draw: st.DrawFn) -> tuple[list[Gradient], tuple[int, ...]]:
     [
         (GRAM, 1, 1),
         (GRAM, 2000, 500),
-        (MATCHES, 300, 1),
-        (MATCHES, 300, 64 << 20),
         (VALUES, 1, 1),
         (VALUES, 400, 900),
     ],
@@ -241,13 +239,13 @@ def kinds(scale: float, n: int) -> dict[str, tuple[Gradient, tuple[int, ...]]]:
     }
 
 
-WAYS = [GRAM, VALUES, MATCHES]
+WAYS = [GRAM, VALUES]
 
 
 def ways_of(gradient: Gradient) -> list[str]:
     if not all(isinstance(term, Product | Rows) for term in gradient):
         return [VALUES]
-    return WAYS if any(isinstance(term, Rows) for term in gradient) else WAYS[:2]
+    return WAYS
 
 
 @pytest.mark.parametrize("kind", kinds(1.0, 1))
@@ -455,11 +453,6 @@ def test_inner_products_cheapest_order(machine: Machine) -> None:
     assert way_of(product(1000, 1, 48, 512), product(1000, 1, 48, 512), machine) == GRAM
     assert way_of(product(1000, 64, 32, 144), product(1000, 64, 32, 144), machine) == VALUES
     assert way_of(product(1000, 4, 1000, 1000), product(1000, 4, 1000, 1000), machine) == GRAM
-    # few tokens of many words: almost none of them meet; two words: nearly all do
-    sparse = [Rows(torch.randint(50_000, (200, 20)), torch.randn(200, 20, 64), 50_000) for _ in range(2)]
-    assert way_of(*sparse, machine) == MATCHES
-    crowded = [Rows(torch.randint(2, (200, 1)), torch.randn(200, 1, 64), 2) for _ in range(2)]
-    assert way_of(*crowded, machine) != MATCHES
 
 
 def test_inner_products_prices_follow_the_work(machine: Machine) -> None:

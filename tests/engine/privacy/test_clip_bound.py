@@ -33,7 +33,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 @pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_clip_bound_cancelling_positions(kind: Kind, dtype: torch.dtype) -> None:
-    """Positions that cancel to one part in 10^2 to 10^9, or exactly but for a remainder; alone and in company."""
+    """Positions that cancel to one part in 10^2 to 10^9, or exactly but for a remainder."""
     random = torch.Generator().manual_seed(0)
     params = kind.make_params(dtype, random)
     others = [kind.record(dtype, random) for _ in range(3)]

@@ -10,7 +10,6 @@ import torch
 
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
-    block_bytes,
     blocks,
     of_one_dtype,
     square_norm,
@@ -166,35 +165,6 @@ class Rows(Term):
         pairs = pairs.masked_fill_(~factor, 0) if factor.dtype == torch.bool else pairs.mul_(factor)
         return pairs.reshape(n, t, m, s).sum((1, 3))
 
-    def matches_with(self, other: Term) -> bool:
-        return isinstance(other, Rows)
-
-    def count_matches(self, other: Term) -> int:
-        """As Term.count_matches, from the counts of each row of the table in both terms."""
-        assert isinstance(other, Rows)
-        counts = [torch.bincount(term.index.reshape(-1), minlength=term.count) for term in (self, other)]
-        return int((counts[0].double() * counts[1]).sum()) if self.count else 0
-
-    def match_products(self, other: Term) -> torch.Tensor:
-        """As Term.match_products: one term is sorted, and the other one's indices are searched in it."""
-        assert isinstance(other, Rows)
-        out = torch.zeros(self.samples * other.samples, dtype=torch.float64, device=self.device)
-        left, right = self.entries(), other.entries()
-        order = right.index.argsort()
-        looked_up = right.index[order]
-        first = torch.searchsorted(looked_up, left.index)
-        counts = torch.searchsorted(looked_up, left.index, right=True) - first
-        limit = max(1, block_bytes(self.device) // max(1, 2 * left.rows.shape[1] * left.rows.element_size()))
-        for some in _bounded(counts, limit):
-            repeated = torch.arange(some.start, some.stop, device=self.device).repeat_interleave(counts[some])
-            within = torch.arange(len(repeated), device=self.device) - (
-                counts[some].cumsum(0) - counts[some]
-            ).repeat_interleave(counts[some])
-            partner = order[first[repeated] + within]
-            dots = (left.rows[repeated] * right.rows[partner]).sum(1)
-            out.index_add_(0, left.sample[repeated] * other.samples + right.sample[partner], dots.double())
-        return out.reshape(self.samples, other.samples)
-
     def entries(self) -> Entries:
         """The sums of the rows with the same sample and index; rows of zeros (padding) are left out."""
         columns = self.rows.shape[2]
@@ -267,13 +237,3 @@ class Entries:
     sample: torch.Tensor
     index: torch.Tensor
     rows: torch.Tensor
-
-
-def _bounded(counts: torch.Tensor, limit: int) -> Iterator[slice]:
-    """Runs of entries with at most `limit` matches together, or of one entry."""
-    start, done = 0, 0
-    totals = counts.cumsum(0)
-    while start < len(counts):
-        stop = max(start + 1, int(torch.searchsorted(totals, done + limit, right=True)))
-        yield slice(start, stop)
-        start, done = stop, int(totals[stop - 1])

@@ -292,18 +292,6 @@ class Term(ABC):
         """
         return None
 
-    def matches_with(self, other: Term) -> bool:
-        """Whether both terms have an index of rows, so that only rows with equal indices are multiplied."""
-        return False
-
-    def count_matches(self, other: Term) -> int:
-        """The number of pairs of positions of both terms with the same index."""
-        raise NotImplementedError
-
-    def match_products(self, other: Term) -> torch.Tensor:
-        """[n, m] float64: the inner products of all samples of both terms, by matching their indices."""
-        raise NotImplementedError
-
     # -- parts of the value, materialised --------------------------------------------------------------------
 
     @property
