@@ -99,7 +99,7 @@ def stream_source(
     def source(clipping: Clipping) -> ClippedSum:
         total = _TotalOfChunks(clipping, stream.params)
         if count:
-            stream.choose_chunk_size(LARGEST_AUTO_CHUNK, needs_factors=False, readable=count)
+            stream.choose_chunk_size(LARGEST_AUTO_CHUNK, readable=count)
             for _ in stream.run(count, [total], Clipper(clipping, coins, programs)):
                 pass
         return total.result()

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from psgrad.engine.execution import stored
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
-from psgrad.engine.execution.recompute import Recompute, named_modules, repeated_modules
+from psgrad.engine.execution.recompute import Recompute, repeated_modules
 from psgrad.engine.execution.stored import Stored
 from psgrad.engine.execution.weight_sources import InMemory
 from psgrad.engine.execution.weight_supply import Supply
@@ -30,7 +30,7 @@ from psgrad.engine.gradients import (
     per_sample_weighted_sum,
 )
 from psgrad.engine.transforms.private_torch import tree_leaves
-from psgrad.errors import CheckpointError, ConfigError, ModelError, TransformError
+from psgrad.errors import CheckpointError, ModelError, TransformError
 from psgrad.models.checkpoints import load_into
 from psgrad.models.in_files import built_without_memory, tensors_in_files
 from tests.architectures import ARCHITECTURES
@@ -361,15 +361,6 @@ def test_blocks_that_run_again_give_the_same_numbers(architecture: Architecture)
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def test_blocks_are_named_by_patterns() -> None:
-    inner = lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    model = nn.ModuleDict({"body": nn.ModuleList([inner(), inner()]), "head": inner()})
-    found = [name for name, _ in named_modules(model, ["head", "body.1", "body.1.*", "head.0"])]
-    assert found == ["body.1", "head"]
-    with pytest.raises(ConfigError, match=r"engine\.recompute: no module of the model fits 'tail\.\*'"):
-        list(named_modules(model, ["head", "tail.*"]))
-
-
 class OwnCheckpoints(nn.Module):
     """A stack whose blocks are under torch.utils.checkpoint; its weights are sliced, tied and used twice."""
 
@@ -469,14 +460,14 @@ def test_a_weight_of_many_numbers_is_widened_in_slices(
     outputs: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oracle: the product with all of it widened. No more than a slice is widened at a time."""
-    monkeypatch.setattr(stored, "LARGEST_REUSED", 500)
+    monkeypatch.setattr(stored, "LARGEST_WHOLE", 500)
     monkeypatch.setattr(stored, "SLICE", 200)
     sizes: list[int] = []
     wide = Stored.numbers
 
-    def noted(self: Stored, reused: Any = None) -> Tensor:
+    def noted(self: Stored) -> Tensor:
         sizes.append(self.numel() * 4)
-        return wide(self, reused)
+        return wide(self)
 
     monkeypatch.setattr(Stored, "numbers", noted)
     inputs = 180 // outputs

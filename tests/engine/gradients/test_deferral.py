@@ -151,7 +151,7 @@ PROGRAMS: dict[str, Program] = {
     "columns": of(lambda x, w: F.linear(x, w[:, 1:5]), w=(5, 8), kinds={"w": "Product"}),
     "columns of rows": of(lambda x, w: F.linear(x, w[1:4, 2:6]), w=(6, 8), kinds={"w": "Product"}),
     "rows of a transpose": of(lambda x, w: F.linear(x, w.t()[1:4]), w=(4, 6), kinds={"w": "Product"}),
-    "rows, reshaped": of(lambda x, w: F.linear(x, w.view(2, 3, 4)[1]), w=(6, 4), kinds={"w": "Product"}),
+    "rows, reshaped": of(lambda x, w: F.linear(x, w.view(2, 3, 4)[1]), w=(6, 4), kinds={"w": "Image"}),
     "overlapping rows": of(
         lambda x, w: F.linear(x, w[:4]) + F.linear(x.tanh(), w[2:]),
         (2, 4),
@@ -200,7 +200,7 @@ PROGRAMS: dict[str, Program] = {
         w=(5, 4),
         kinds={"v": "Image", "w": "Image"},
     ),
-    "padded": of(lambda x, w: F.linear(x, F.pad(w, (1, 0, 0, 2))), w=(3, 3), kinds={"w": "Product"}),
+    "padded": of(lambda x, w: F.linear(x, F.pad(w, (1, 0, 0, 2))), w=(3, 3), kinds={"w": "Dense"}),
     # -- relabelled
     "transpose": of(lambda x, w: x @ w, (2, 4), w=(4, 5), kinds={"w": "Product"}),
     "from a vector": of(lambda x, w: F.linear(x, w.view(5, 4)), w=(20,), kinds={"w": "Product"}),
