@@ -30,7 +30,7 @@ from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.machine import machine as machine_of
 from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Product, Rows, Term
 from psgrad.engine.transforms.rules.convolution_weights import Geometry
-from tests.engine.gradients.test_terms import cancelling, largest_of
+from tests.engine.gradients.test_terms import largest_of
 
 few = st.integers(1, 4)
 Gradient = tuple[Term, ...]
@@ -302,22 +302,6 @@ def test_inner_products_both_factors_far_from_one(way: str, size: float, positio
         assert error(gradients_of(term, (5, 6)).gram(), term, term) <= 1e-5
 
 
-@pytest.mark.parametrize("way", [GRAM, VALUES])
-@pytest.mark.parametrize(("rest", "most"), [(0.3, 1e-5), (1e-2, 1e-5), (1e-4, 1e-3)])
-@pytest.mark.parametrize("positions", [2, 40])
-def test_inner_products_cancelling_positions(way: str, rest: float, most: float, positions: int) -> None:
-    """On one side, on the other and on both; the rounding of what is materialised shows as it does in norms
-    (test_terms.py).
-    """
-    one = (Product(*cancelling(positions, rest)),)
-    other = (Product(torch.randn(3, 1, positions, 30), torch.randn(3, 1, positions, 40)),)
-    shape = (30, 40)
-    with in_way(way):
-        for x, y in ((one, other), (other, one), (one, one)):
-            assert error(gradients_of(x, shape).inner(gradients_of(y, shape)), x, y) <= most
-        assert error(gradients_of(one, shape).gram(), one, one) <= most
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rest", [0.3, 1e-2, 1e-3])
 def test_inner_products_cancelling_uses_of_a_tied_table(way: str, rest: float) -> None:
@@ -423,14 +407,6 @@ def test_inner_products_gram_matrix_is_half_the_work(positions: int) -> None:
             assert operations(grads.gram) <= 0.6 * operations(lambda: grads.inner(grads))
 
 
-def test_inner_products_work_of_outer_products() -> None:
-    n, m, a, b = 100, 120, 50, 300
-    x, y = (
-        gradients_of((Product(torch.randn(k, 1, 1, a), torch.randn(k, 1, 1, b)),), (a, b)) for k in (n, m)
-    )
-    assert operations(lambda: x.inner(y)) == 2 * n * m * (a + b)
-
-
 # -- The choice ----------------------------------------------------------------------------------------------
 
 
@@ -453,14 +429,3 @@ def test_inner_products_cheapest_order(machine: Machine) -> None:
     assert way_of(product(1000, 1, 48, 512), product(1000, 1, 48, 512), machine) == GRAM
     assert way_of(product(1000, 64, 32, 144), product(1000, 64, 32, 144), machine) == VALUES
     assert way_of(product(1000, 4, 1000, 1000), product(1000, 4, 1000, 1000), machine) == GRAM
-
-
-def test_inner_products_prices_follow_the_work(machine: Machine) -> None:
-    few_positions, many = product(500, 2, 64, 64), product(500, 32, 64, 64)
-    assert prices.gram_seconds(few_positions, few_positions, torch.float32, machine) < prices.gram_seconds(
-        many, many, torch.float32, machine
-    )
-    (region,) = regions(DeferredGradient.of(many, many.shape), DeferredGradient.of(many, many.shape))
-    written = prices.values_seconds(region, torch.float32, machine)
-    assert written < prices.gram_seconds(many, many, torch.float32, machine)
-    assert prices.values_seconds(region, torch.float64, machine) > written
