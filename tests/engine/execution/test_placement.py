@@ -131,10 +131,3 @@ def test_a_write_into_a_weight_is_refused() -> None:
     model = place(nn.Linear(2, 2).to(torch.bfloat16).requires_grad_(False), CPU, torch.float32, "as-saved")
     with pytest.raises(ModelError, match=r"writes into a frozen weight that is stored as torch\.bfloat16"):
         model.weight.data.mul_(2)
-
-
-def test_whole_numbers_keep_their_type() -> None:
-    model = nn.Linear(2, 2)
-    model.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
-    place(model, CPU, torch.float32, "bfloat16")
-    assert model.weight.dtype == torch.int8
