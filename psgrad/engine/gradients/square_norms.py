@@ -222,7 +222,7 @@ def cross_products(a: Placed, b: Placed) -> torch.Tensor:
             return products
     straight = oriented(a), oriented(b)
     if straight[0] is not None and straight[1] is not None:
-        x, y = straight[0].simplified(), straight[1].simplified()
+        x, y = straight
         for first, second in ((x, y), (y, x)):
             if (products := first.cross_products(second)) is not None:
                 return products
