@@ -25,13 +25,11 @@ from torch import nn
 
 import psgrad
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.objective import Criterion, Objective
+from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.influence.evaluation.jobs import LoadedRows, Recipe
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, ScoreBlock, SelfBlock
 from psgrad.engine.influence.methods.gradient_products import GradientDot
-from psgrad.engine.influence.methods.replay import Replay
 from psgrad.engine.influence.ranking import Average, joined_scores
-from psgrad.engine.influence.training_run import TrainingRun
 
 Array = np.ndarray[Any, Any]
 
@@ -114,23 +112,14 @@ class Place:
         model.load_state_dict(load_file(self.path))
         return model.eval()
 
-    def checkpoint(self, method: Method) -> Checkpoint:
-        """What the method is told of this checkpoint; the training run only where it is computed again.
+    def checkpoint(self) -> Checkpoint:
+        """What the method gets of this checkpoint.
 
         Its number is another one for each run: by it methods draw their projections.
         """
         number = self.number + COUNT * self.seed
-        run = self._run() if isinstance(method, Replay) else None
         queries = len(self.task.queries)
-        return Checkpoint(number, self.learning_rate, queries=queries, step=self.step, run=run, of=COUNT)
-
-    def _run(self) -> TrainingRun:
-        task, seed = self.task, self.seed
-        torch.manual_seed(seed)
-        model = task.fresh()
-        initial = {name: value.detach().clone() for name, value in model.named_parameters()}
-        objective = Objective(model, task.criterion)
-        return TrainingRun(objective, task.training, task.recipe, seed, initial)
+        return Checkpoint(number, self.learning_rate, queries=queries, of=COUNT)
 
 
 @dataclass
@@ -235,18 +224,14 @@ class Scorer:
         """What is kept of each measurement and checkpoint; seconds are of the fit and this measurement."""
         models, task = [place.model() for place in places], self.task
         start = time.process_time()
-        fitted = method.fit_run(
-            [
-                (task.examples(model, task.training), place.checkpoint(method))
-                for model, place in zip(models, places, strict=True)
-            ]
-        )
+        fitted = [
+            method.fit(task.examples(model, task.training), place.checkpoint())
+            for model, place in zip(models, places, strict=True)
+        ]
         fit, found = time.process_time() - start, list[dict[str, Any]]()
         for measurement in measurements:
             start = time.process_time()
-            asked = method.queries_of_run(
-                [task.examples(model, task.queries, measurement) for model in models]
-            )
+            asked = [task.examples(model, task.queries, measurement) for model in models]
             blocks = [list(one.scores(query)) for one, query in zip(fitted, asked, strict=True)]
             spent = (fit + time.process_time() - start) / len(places)
             found += [{"seconds": spent, **_arrays(each)} for each in blocks]

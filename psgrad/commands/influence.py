@@ -157,7 +157,7 @@ def scored(
         with clock("weight decay"):
             setup = with_weight_decay(setup, screening.training.norms[screening.kept], warnings)
         with clock("fit"):
-            fitted = setup.method.fit_run([(view.training, view.checkpoint) for view in setup.views])
+            fitted = [setup.method.fit(view.training, view.checkpoint) for view in setup.views]
         with clock("normalize"):
             divisors = None
             if wanted.normalize != "none":

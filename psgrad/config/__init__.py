@@ -24,7 +24,6 @@ from psgrad.config.influence_evaluation import EvaluationConfig as EvaluationCon
 from psgrad.config.influence_evaluation import EvaluationKind as EvaluationKind
 from psgrad.config.influence_evaluation import MethodConfig as MethodConfig
 from psgrad.config.influence_evaluation import TrainConfig as TrainConfig
-from psgrad.config.influence_evaluation import TrainingConfig as TrainingConfig
 from psgrad.config.mechanism import RELATIONS as RELATIONS
 from psgrad.config.mechanism import ClippingConfig as ClippingConfig
 from psgrad.config.mechanism import NoiseConfig as NoiseConfig

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from psgrad.config.checkpoint_lists import listed_checkpoints
 from psgrad.config.data import QueriesConfig
-from psgrad.config.influence_evaluation import EvaluationConfig, MethodConfig, TrainingConfig
+from psgrad.config.influence_evaluation import EvaluationConfig, MethodConfig
 from psgrad.config.values import (
     ConfigSection,
     FilePath,
@@ -140,6 +140,7 @@ class InfluenceConfig(ConfigSection):
     """`psgrad influence`: which training examples made the model do this."""
 
     not_taken: ClassVar[Mapping[str, str]] = {
+        "training": "no method computes a training run again: list its checkpoints in influence.checkpoints",
         "damping": "damping is an option of the method: influence.method.damping",
         "learning_rate": "learning rates go with checkpoints: influence.checkpoints",
         "learning_rates": (
@@ -166,8 +167,6 @@ class InfluenceConfig(ConfigSection):
     """Checkpoints of one training run, each a path or {path, learning_rate, step}, or a pattern such as
     run/*.safetensors or run/checkpoint-*; by default only the model's.
     """
-    training: TrainingConfig | None = None
-    """The training run, for method: replay."""
     top: Annotated[int, Field(ge=1)] = 10
     """Examples of either sign ranked for each query."""
     level: Literal["sample", "token"] = "sample"
@@ -265,26 +264,6 @@ class InfluenceConfig(ConfigSection):
         alone = next((pair for pair in self.contrast or () if str(pair[0]) == str(pair[1])), None)
         if alone is not None:
             raise ValueError(f"contrast compares the query {alone[0]!r} with itself; name two queries")
-        return self
-
-    @model_validator(mode="after")
-    def _replay_needs_its_training(self) -> InfluenceConfig:
-        replays = self.method.name == "replay"
-        if replays and self.training is None:
-            raise ValueError(
-                "replay computes the training run again: describe it in influence.training (optimizer,"
-                " epochs, batch_size, learning_rate, seed)"
-            )
-        if self.training is not None and not replays:
-            raise ValueError(
-                f"training is of method: replay, and the method is {self.method.name}; leave it out"
-            )
-        if replays and self.checkpoints:
-            raise ValueError(
-                "replay has one model, the end of its run: name that as model.checkpoint, or leave it out"
-            )
-        if replays and self.index is not None:
-            raise ValueError("replay does not read an index; leave index out")
         return self
 
     @model_validator(mode="after")

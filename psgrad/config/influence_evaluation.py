@@ -1,5 +1,5 @@
 """The section of `psgrad influence --evaluate`: how models are trained again, how many of them, and what is
-compared. A training run that `method: replay` computes again is described by the same keys.
+compared.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from psgrad.config.plugin_names import Group
-from psgrad.config.values import CallableSpec, ConfigSection, FilePath, Finite, NamedSection
+from psgrad.config.values import CallableSpec, ConfigSection, Finite, NamedSection
 
 
 class MethodConfig(NamedSection):
@@ -37,52 +37,7 @@ _TAKES: Mapping[str, frozenset[str]] = {
 _ALWAYS = frozenset({"optimizer", "weight_decay", "together"})
 
 
-class RecipeConfig(ConfigSection):
-    """How a model is trained by mini-batches."""
-
-    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
-    """As torch.optim has it."""
-    epochs: Annotated[int, Field(ge=1)] = 50
-    """Passes over the training rows; of sgd, adam and adamw."""
-    batch_size: Annotated[int, Field(ge=1)] = 64
-    """Rows in each step; of sgd, adam and adamw."""
-    learning_rate: Annotated[Finite, Field(gt=0)] = 1e-3
-    """Of sgd, adam and adamw."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls to zero; of sgd, adam and adamw."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of sgd."""
-    weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
-    """As in torch's optimisers."""
-
-    @model_validator(mode="after")
-    def _momentum_of_sgd(self) -> RecipeConfig:
-        if self.momentum and self.optimizer in ("adam", "adamw"):
-            raise ValueError(f"{self.optimizer} does not take momentum")
-        return self
-
-
-class TrainingConfig(RecipeConfig):
-    """The training run that led to the model, which `method: replay` computes again: from its initial weights
-    in an order of the rows that is known by the seed, each step along the mean loss of its batch.
-    """
-
-    not_taken: ClassVar[Mapping[str, str]] = {
-        "tolerance": (
-            "the run may end at most a thousandth of its way from model.checkpoint; where it ends elsewhere,"
-            " leave model.checkpoint out"
-        )
-    }
-
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Of the fresh weights of the model's factory, and of the order of the rows, which is that of
-    psgrad.engine.influence.training_run.training_batches.
-    """
-    initial: FilePath | None = None
-    """A checkpoint of the weights that training began with; null for the factory's fresh ones."""
-
-
-class TrainConfig(RecipeConfig):
+class TrainConfig(ConfigSection):
     """How a model is trained again, from the fresh weights of the model's factory. A bare string is a
     training function of your own.
 
@@ -93,8 +48,18 @@ class TrainConfig(RecipeConfig):
 
     function: CallableSpec | None = None
     """module:callable, called as train(model, inputs, target, seed); null for the built-in trainer."""
-    optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"  # type: ignore[assignment]
+    optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"
     """Of the built-in trainer; newton is for convex objectives only."""
+    epochs: Annotated[int, Field(ge=1)] = 50
+    """Passes over the training rows; of sgd, adam and adamw."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Rows in each step; of sgd, adam and adamw."""
+    learning_rate: Annotated[Finite, Field(gt=0)] = 1e-3
+    """Of sgd, adam and adamw."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to zero; of sgd, adam and adamw."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of sgd."""
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
     """As in torch's optimisers; newton keeps n * weight_decay fixed on removal."""
     tolerance: Annotated[Finite, Field(gt=0)] = 1e-10

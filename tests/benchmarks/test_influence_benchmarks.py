@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
@@ -170,22 +169,6 @@ def test_stored_scores_of_several_models_join_as_fresh_ones(settings: Any, tmp_p
     assert scored.memory is not None
 
 
-@pytest.mark.long
-def test_a_run_that_is_replayed_is_the_run_of_the_checkpoints(settings: Any, tmp_path: Path) -> None:
-    setting = small(
-        settings,
-        settings.SETTINGS["adam"](tmp_path),
-        [settings.Row("replay", settings.Replay(subsets=0), 1, "last")],
-        epochs=2,
-    )
-    last = settings.Place.all_of(setting.task, 3)[-1]
-    run = last.checkpoint(settings.Replay(subsets=0)).run
-    assert run is not None
-    trained = run.final
-    for name, value in last.model().named_parameters():
-        torch.testing.assert_close(trained[name], value.detach(), rtol=1e-4, atol=1e-5)
-
-
 def test_a_way_with_other_scores_is_not_timed(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     speed = script("influence_speed")
     ways = {
@@ -216,37 +199,6 @@ def test_solvers_are_held_against_their_prediction(
     assert found["constants"]["_INNER"]["in_use"] == 0.15
     assert "fastest: " in said
     assert "_PRODUCT" in said
-
-
-@pytest.mark.sweep
-def test_replay_beside_the_same_run_without_examples(
-    bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replay = script("influence_replay")
-    monkeypatch.setattr(replay, "STEPS_TIMED", 4)
-    monkeypatch.setattr(replay, "QUERIES", 5)
-    monkeypatch.setattr(replay, "CASES", replay.CASES[:1])
-    arguments = argparse.Namespace(seeds=[0], shares=[0.05], subsets=4, epochs=1)
-    content = replay.report(bench, arguments)
-    (smooth,) = content["cases"]
-    (row,) = smooth["rows"]
-    assert row["mean"] > 0.9  # a few smooth steps
-    assert row["slope"] == pytest.approx(1, abs=0.1)
-    assert set(content["bars"]) == {"5% left out", "one query, in trainings", "a step, 5 queries, ms"}
-    assert "pass: 5% left out" in capsys.readouterr().out
-
-
-@pytest.mark.sweep
-def test_replay_of_a_small_language_model(
-    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    replay = script("influence_replay_text")
-    monkeypatch.setattr("sys.argv", ["replay", "--small", "--json", str(tmp_path / "found.json")])
-    replay.main()
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["parameters"], found["steps"]) == (34_688, 50)
-    assert found["times"] > 0
-    assert [len(found["changes"][each]) for each in ("predicted", "actual")] == [2, 2]
 
 
 @pytest.mark.sweep

@@ -224,8 +224,7 @@ def joined_scores(
         average: 'relative' puts the checkpoints' scores on one scale for each query before they are averaged
             (see `is_relative`), which takes all of them in memory; 'plain' takes them as they are.
     """
-    asked = method.queries_of_run(queries)
-    streams = [each.scores(query, per) for each, query in zip(fitted, asked, strict=True)]
+    streams = [each.scores(query, per) for each, query in zip(fitted, queries, strict=True)]
     parts = aligned(streams)
     if divisors is not None:
         parts = ([_divided(*pair) for pair in zip(blocks, divisors, strict=True)] for blocks in parts)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.method import Checkpoint, Fitted, Method
+from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.ranking import Normalize, divisor, joined_scores, joined_self
 
 Array = np.ndarray[Any, Any]
@@ -136,14 +136,6 @@ def _standard(x: Array) -> Array:
         flat, np.where(np.isfinite(deviation), 0.0, np.nan), centred / np.where(flat, 1.0, deviation)
     )
     return result
-
-
-CheckpointExamples = tuple[Examples, Checkpoint]
-
-
-def fitted_to(method: Method, places: Sequence[CheckpointExamples]) -> list[Fitted]:
-    """The method at each checkpoint, to the training examples as its model gets them."""
-    return method.fit_run(places)
 
 
 def score_matrix(
