@@ -156,10 +156,10 @@ def test_stored_scores_of_several_models_join_as_fresh_ones(settings: Any, tmp_p
     runs = [settings.Place.all_of(setting.task, seed) for seed in range(2)]
     ((_, scored),) = settings.ours(setting, runs)
     places = [run[-1] for run in runs]
-    numbers = [place.checkpoint(method).number for place in places]
+    numbers = [place.checkpoint().number for place in places]
     assert numbers[0] != numbers[1], "both models have the same projection"
     fits = [
-        method.fit(setting.task.examples(place.model(), setting.task.training), place.checkpoint(method))
+        method.fit(setting.task.examples(place.model(), setting.task.training), place.checkpoint())
         for place in places
     ]
     asked = [setting.task.examples(place.model(), setting.task.queries) for place in places]
