@@ -191,12 +191,13 @@ def test_solvers_are_held_against_their_prediction(
     said, found = capsys.readouterr().out, json.loads(stored.read_text(encoding="utf-8"))
     assert [row["solver"] for row in found["cases"][0]["solvers"]] == ["exact", "dual", "conjugate_gradient"]
     for case in found["cases"]:
-        work = solvers.Case(**{name: case[name] for name in ("hidden", "outputs", "count", "queries")}).work()
+        network = solvers.Case(**{name: case[name] for name in ("hidden", "outputs", "count", "queries")})
+        work = network.work(network.data()[0])
         for row in case["solvers"]:
             assert row["operations"] == work.operations()[row["solver"]]
             assert row["rate"] == pytest.approx(row["operations"] / row["seconds"])
     assert set(found["constants"]) == {"_INNER", "_PRODUCT", "_ITERATIONS"}
-    assert found["constants"]["_INNER"]["in_use"] == 0.15
+    assert found["constants"]["_INNER"]["in_use"] == solvers.choice._INNER
     assert "fastest: " in said
     assert "_PRODUCT" in said
 
