@@ -222,10 +222,7 @@ def load(
     placement.require_memory(model)
     engine, recompute = config.engine, None
     if engine.recompute != "none":
-        recompute = Recompute(
-            engine.recompute != "auto" or placement.supply is not None,
-            engine.recompute if isinstance(engine.recompute, list) else (),
-        )
+        recompute = Recompute(engine.recompute == "blocks" or placement.supply is not None)
         recompute.add(model)
     criterion = resolve_loss(config.loss, config.base)
     _require_loss_of_the_head(loaded, criterion)
