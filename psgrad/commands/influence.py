@@ -12,9 +12,8 @@ import torch
 
 from psgrad.commands.influence_check import check_removals, with_weight_decay
 from psgrad.commands.influence_index import open_index
-from psgrad.commands.influence_questions import answered, require_room, require_tokens, token_pairs
+from psgrad.commands.influence_questions import answered, require_room
 from psgrad.commands.influence_ranking import QueryRankings, marked_beyond_loss, rank
-from psgrad.commands.influence_search import require_searchable, searched
 from psgrad.commands.influence_setup import (
     InfluenceSetup,
     described,
@@ -46,7 +45,7 @@ from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.results import Say
 from psgrad.run.results.influence import InfluenceResult, RemovalCheck, shown_queries, shown_rows
-from psgrad.run.results.influence_details import QuestionTables, TokenPair
+from psgrad.run.results.influence_details import QuestionTables
 from psgrad.run.results.manifest import Counts
 from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
@@ -85,7 +84,6 @@ def influence(
     """
     processes = OneProcess() if processes is None else processes
     run, warnings = Run.open(config.output, processes, progress, overwrite=overwrite), Warnings(progress)
-    require_searchable(config, matrix=matrix, processes=processes)
     with run.clock("load"):
         setup, store = loaded(config, run, warnings)
     if not processes.leads:
@@ -118,7 +116,6 @@ def influence(
 def loaded(config: Config, run: AnyRun, warnings: Warnings) -> tuple[InfluenceSetup, GradientIndex | None]:
     """(what the run is made of, with passes that are shown; the index that answers, None without one)."""
     setup = set_up_influence(config, warnings, run.progress, run.processes).watched(run.passes())
-    require_tokens(setup)
     if config.influence.index is None:
         return setup, None
     store = open_index(config, setup.run)
@@ -130,7 +127,7 @@ class Scored:
     """What a run has found.
 
     setup: without the rows that have no score. queries, training: the tables of the result. tokens: see
-    `token_pairs`. search: the facts of an approximate search. fitted: the method at each checkpoint, and own
+    `token_pairs`. fitted: the method at each checkpoint, and own
     [n] the self-influences, for the check of removals.
     """
 
@@ -138,8 +135,6 @@ class Scored:
     queries: pd.DataFrame
     training: pd.DataFrame
     rankings: QueryRankings
-    tokens: list[TokenPair]
-    search: dict[str, Any] | None
     fitted: Sequence[Fitted]
     own: np.ndarray | None
     ranks: dict[str, Any] | None
@@ -162,10 +157,6 @@ def scored(
             divisors = None
             if wanted.normalize != "none":
                 divisors = [divisor(each.self_influence(), wanted.normalize) for each in fitted]
-        everything, search = setup, None
-        if wanted.index_search.approximate:
-            found = searched(setup, fitted, run, warnings)
-            setup, fitted, search = found.setup, found.fitted, found.facts
         with clock("scores"):
             queries = query_table(setup, screening)
             shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
@@ -173,13 +164,12 @@ def scored(
             rankings = rank(setup, fitted, divisors, shown, keep, run.progress)
             warn_of_unranked(setup, rankings, warnings)
             queries = with_agreement(queries, setup.query_rows, rankings.agreement)
-            tokens = token_pairs(setup, fitted, rankings.pairs, shown)
         spent = setup.agreed_seconds(clock.seconds["scores"])
         with clock("self-influence"):
-            own = self_influence(everything, fitted, spent, warnings)
-    training = with_overall(training_table(everything, screening, own), setup.training_rows, rankings.overall)
+            own = self_influence(setup, fitted, spent, warnings)
+    training = with_overall(training_table(setup, screening, own), setup.training_rows, rankings.overall)
     ranks = rank_facts_of_steps(setup.processes, "influence.")
-    return Scored(setup, queries, training, rankings, tokens, search, fitted, own, ranks)
+    return Scored(setup, queries, training, rankings, fitted, own, ranks)
 
 
 def with_tables_written(found: Scored, matrix: bool, run: AnyRun, warnings: Warnings) -> InfluenceResult:
@@ -200,7 +190,6 @@ def with_tables_written(found: Scored, matrix: bool, run: AnyRun, warnings: Warn
             queries=run.manifest.influence.queries,
             unit=unit,
             fit=fit,
-            search=found.search,
             warnings=warnings.messages,
         ),
         counts=Counts(
@@ -233,7 +222,6 @@ def with_tables_written(found: Scored, matrix: bool, run: AnyRun, warnings: Warn
             class_names=setup.run.config.data.class_names,
             larger_is_worse=larger_is_worse,
             questions=questions,
-            tokens=found.tokens,
         )
         write_tables(result, all_scores if matrix else None, run.folder)
         run.write_manifest()

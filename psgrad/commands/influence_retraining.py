@@ -128,7 +128,7 @@ def _teller(count: int, progress: Say) -> Callable[[int], None]:
             told = True
             text = (
                 f"the other {count - done:,} models are predicted to take {duration(predicted)}; seeds,"
-                " subsets, removals, ks and explained under influence.evaluate decide how many there are; an"
+                " subsets, removals, ks and queries under influence.evaluate decide how many there are; an"
                 " interrupted evaluation goes on from its finished models"
             )
             progress(Progress(0, 0, "evaluation", text))

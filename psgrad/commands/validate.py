@@ -180,11 +180,6 @@ def _make_plugins(config: Config, found: Validation) -> None:
         for method in (influence.method, *influence.evaluate.methods):
             with found.problems_at("influence"):
                 method_from(method, base)
-    if influence.index_search.approximate:
-        from psgrad.run.row_lists import require_faiss
-
-        with found.problems_at("influence.index_search"):
-            require_faiss()
     for where, spec in _code_of(config).items():
         from psgrad.user_code import resolve
 

@@ -17,7 +17,6 @@ from psgrad.config.data import QueriesConfig as QueriesConfig
 from psgrad.config.influence import MEASUREMENTS as MEASUREMENTS
 from psgrad.config.influence import CheckpointConfig as CheckpointConfig
 from psgrad.config.influence import IndexConfig as IndexConfig
-from psgrad.config.influence import IndexSearchConfig as IndexSearchConfig
 from psgrad.config.influence import InfluenceConfig as InfluenceConfig
 from psgrad.config.influence import MeasurementConfig as MeasurementConfig
 from psgrad.config.influence_evaluation import EvaluationConfig as EvaluationConfig

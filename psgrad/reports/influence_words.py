@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from psgrad.reports.tables import Table, TableColumn, Writer, column, number_column, table
+from psgrad.reports.tables import Table, TableColumn, column, number_column, table
 from psgrad.reports.words import (
     MISSING,
     brief,
@@ -31,7 +31,6 @@ from psgrad.run.results.influence import (
     pairs_of,
     shown_queries,
 )
-from psgrad.run.results.influence_details import TokenPair
 from psgrad.run.results.manifest import UNKNOWN_UNIT
 
 UNIT_LIMIT = 260
@@ -117,8 +116,8 @@ def beyond_note(result: InfluenceResult) -> str:
 
 
 def run_words(result: InfluenceResult) -> list[str]:
-    """Sentences about a run's checkpoints, damping and search, as far as they apply."""
-    return list(filter(None, (agreement_words(result), damping_words(result), search_words(result))))
+    """Sentences about a run's checkpoints and damping, as far as they apply."""
+    return list(filter(None, (agreement_words(result), damping_words(result))))
 
 
 def agreement_words(result: InfluenceResult) -> str:
@@ -138,23 +137,6 @@ def agreement_words(result: InfluenceResult) -> str:
             " themselves (column stable)"
         )
     return words
-
-
-def search_words(result: InfluenceResult) -> str:
-    """Which share of the strongest rows an approximate search has found; empty where all rows were read."""
-    facts = result.manifest.influence.search
-    if facts is None:
-        return ""
-    how = (
-        f"{facts['probes']:,} of {facts['lists']:,} lists were searched, and {facts['rows_scored']:,} of"
-        f" {facts['rows']:,} training examples scored, exactly"
-    )
-    return (
-        f"approximate search, recall@{facts['top']} {facts['recall']:.0%}: so many of the {facts['top']}"
-        " strongest of either sign were found, on average over"
-        f" {facts['measured']:,} of {facts['queries']:,} queries (lowest {facts['lowest_recall']:.0%}; all"
-        f" queries together {facts['recall_of_all']:.0%}); {how}"
-    )
 
 
 def damping_words(result: InfluenceResult) -> str:
@@ -366,18 +348,3 @@ def contrast_table(title: str, rows: pd.DataFrame) -> Table:
     ]
     of_either_sign = rows[rows["rank"].abs() <= MAX_ROWS // 2]
     return table("", title, columns, of_either_sign.to_dict("records"))
-
-
-def token_table(pair: TokenPair) -> Table:
-    """The strongest pairs of tokens."""
-
-    def token(side: str) -> Writer:
-        return lambda row: f"{row[f'{side}_token']}: {row[f'{side}_text'] or MISSING}"
-
-    columns = [
-        TableColumn("query token", token("query")),
-        TableColumn("training token", token("train")),
-        TableColumn("score", lambda row: signed(row["score"]), True),
-    ]
-    rows = pair.table().head(STRONGEST).to_dict("records")
-    return table("", "The strongest pairs of tokens", columns, rows)

@@ -266,8 +266,7 @@ class InfluenceFacts:
     """The settings of an influence run, and, from `check` on, its results.
 
     checkpoints: path, sha256 and learning_rate of each. queries: rows and fingerprint. fit: the facts of the
-        method at each checkpoint. coverage: how many of the model's parameters scores are about. search: of
-        an approximate search of an index, which share of the strongest rows it has found.
+        method at each checkpoint. coverage: how many of the model's parameters scores are about.
     """
 
     method: str | None = None
@@ -282,7 +281,6 @@ class InfluenceFacts:
     queries: dict[str, Any] = field(default_factory=dict)
     check: dict[str, Any] | None = None
     fit: list[dict[str, Any]] | None = None
-    search: dict[str, Any] | None = None
     warnings: list[str] | None = None
 
 
