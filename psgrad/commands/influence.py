@@ -12,7 +12,7 @@ import torch
 
 from psgrad.commands.influence_check import check_removals, with_weight_decay
 from psgrad.commands.influence_index import open_index
-from psgrad.commands.influence_questions import answered, require_room
+from psgrad.commands.influence_questions import answered, require_room, require_tokens, token_pairs
 from psgrad.commands.influence_ranking import QueryRankings, marked_beyond_loss, rank
 from psgrad.commands.influence_setup import (
     InfluenceSetup,
@@ -45,7 +45,7 @@ from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.results import Say
 from psgrad.run.results.influence import InfluenceResult, RemovalCheck, shown_queries, shown_rows
-from psgrad.run.results.influence_details import QuestionTables
+from psgrad.run.results.influence_details import QuestionTables, TokenPair
 from psgrad.run.results.manifest import Counts
 from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
@@ -116,6 +116,7 @@ def influence(
 def loaded(config: Config, run: AnyRun, warnings: Warnings) -> tuple[InfluenceSetup, GradientIndex | None]:
     """(what the run is made of, with passes that are shown; the index that answers, None without one)."""
     setup = set_up_influence(config, warnings, run.progress, run.processes).watched(run.passes())
+    require_tokens(setup)
     if config.influence.index is None:
         return setup, None
     store = open_index(config, setup.run)
@@ -135,6 +136,7 @@ class Scored:
     queries: pd.DataFrame
     training: pd.DataFrame
     rankings: QueryRankings
+    tokens: list[TokenPair]
     fitted: Sequence[Fitted]
     own: np.ndarray | None
     ranks: dict[str, Any] | None
@@ -164,12 +166,13 @@ def scored(
             rankings = rank(setup, fitted, divisors, shown, keep, run.progress)
             warn_of_unranked(setup, rankings, warnings)
             queries = with_agreement(queries, setup.query_rows, rankings.agreement)
+            tokens = token_pairs(setup, fitted, rankings.pairs, shown)
         spent = setup.agreed_seconds(clock.seconds["scores"])
         with clock("self-influence"):
             own = self_influence(setup, fitted, spent, warnings)
     training = with_overall(training_table(setup, screening, own), setup.training_rows, rankings.overall)
     ranks = rank_facts_of_steps(setup.processes, "influence.")
-    return Scored(setup, queries, training, rankings, fitted, own, ranks)
+    return Scored(setup, queries, training, rankings, tokens, fitted, own, ranks)
 
 
 def with_tables_written(found: Scored, matrix: bool, run: AnyRun, warnings: Warnings) -> InfluenceResult:
@@ -222,6 +225,7 @@ def with_tables_written(found: Scored, matrix: bool, run: AnyRun, warnings: Warn
             class_names=setup.run.config.data.class_names,
             larger_is_worse=larger_is_worse,
             questions=questions,
+            tokens=found.tokens,
         )
         write_tables(result, all_scores if matrix else None, run.folder)
         run.write_manifest()

@@ -49,7 +49,7 @@ OWN_ENTRIES = (
         "inputs",
     ),
     *("scores.parquet", "scores.csv", "self_influence.parquet", "queries.parquet", "matrix.safetensors"),
-    *("harmful.csv", "groups.parquet", "contrasts.parquet"),
+    *("harmful.csv", "groups.parquet", "contrasts.parquet", "tokens.parquet"),
     *("evaluation.json", "evaluation.csv", "evaluation_details.parquet", "evaluation_points.parquet"),
     *(PUBLIC, PRIVATE, CHECKPOINT),
     *("steps", "rows", "layers", "sources", "spikes"),  # of a monitor
