@@ -37,10 +37,10 @@ def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
             "models would be trained again from the trained weights: model.pretrained has the only ones",
             hint="set model.pretrained to the model before its training, and model.checkpoint to the result",
         )
-    bare = config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
+    bare = config.model.model_copy(update={"checkpoint": None})
 
     def fresh(seed: int) -> nn.Module:
-        loaded = load_model(bare, config.base, allow_download=config.allow_download)
+        loaded = load_model(bare, config.base)
         return loaded.model.to(run.device, run.dtype)
 
     return fresh
@@ -59,8 +59,8 @@ def recomputed_run(config: Config, run: Setup, say: Callable[[str], None]) -> tu
     if wanted.initial is None:
         initial = fresh_model(fresh_models(config, run), wanted.seed)
     else:
-        at = config.model.model_copy(update={"checkpoint": wanted.initial, "state_dict_key": None})
-        initial = load_model(at, config.base, allow_download=config.allow_download).model
+        at = config.model.model_copy(update={"checkpoint": wanted.initial})
+        initial = load_model(at, config.base).model
     training = TrainingRun(
         run.objective,
         LoadedRows.of(examples),
