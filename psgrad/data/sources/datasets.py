@@ -155,6 +155,15 @@ class DatasetSamples(Samples):
     def content_of(self, rows: Sequence[int]) -> str:
         return self._with_rows(hashlib.sha256(self.fingerprint.encode()), rows)
 
+    def describe(self, row: int) -> str | None:
+        """What the dataset's own `describe(row)` says, if it has one."""
+        if not hasattr(self._dataset, "describe"):
+            return None
+        try:
+            return str(self._dataset.describe(row))
+        except Exception as error:
+            raise DataError(f"describe({row}) of {self._source} raised {describe_failure(error)}") from error
+
     def input_names(self) -> list[str]:
         return list(map(str, input_names(self._config)))
 
