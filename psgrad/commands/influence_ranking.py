@@ -207,7 +207,6 @@ _NEVER_NEGATIVE = (
     "bce_with_logits",
     "mse",
     "l1",
-    "smooth_l1",
     "huber",
 )
 
