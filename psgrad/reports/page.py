@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from psgrad.reports.words import FACT_LIMIT, brief, count, identifier, label, number, percent, plural
+from psgrad.reports.words import (
+    FACT_LIMIT,
+    brief,
+    cell,
+    count,
+    identifier,
+    label,
+    number,
+    percent,
+    plural,
+    words_of,
+)
 from psgrad.run.results.manifest import RunManifest
 
 if TYPE_CHECKING:
@@ -45,7 +56,8 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     templates.filters |= {
-        "brief": brief,
+        "brief": lambda value, limit: brief(str(value), limit),
+        "cell": cell,
         "counted": count,
         "fact": lambda value: brief(str(value), FACT_LIMIT),
         "identifier": identifier,
@@ -55,6 +67,7 @@ def _templates() -> jinja2.Environment:
         "plural": lambda n, noun: plural(n, noun),
         "sentence": lambda text: f"{text[:1].upper()}{text[1:]}",
         "thousands": lambda n: f"{n:,}",
+        "words": words_of,
         "image": lambda plot: data_uri("image/svg+xml", plot.svg()),
     }
     assert templates.loader is not None
