@@ -96,9 +96,7 @@ def configured(kind: PluginKind, name: str, options: Mapping[str, Any], base: Pa
     """
     found = find(kind, name, base)
     known = options_of(found)
-    problems = [
-        _unknown_option(kind, found, name, option, known) for option in options if option not in known
-    ]
+    problems = [_unknown_option(kind, name, option, known) for option in options if option not in known]
     if not problems:
         try:
             if not known:

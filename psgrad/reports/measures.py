@@ -10,7 +10,7 @@ import pandas as pd
 from psgrad.reports.figures import Plot
 from psgrad.reports.page import data_uri
 from psgrad.reports.tables import Pairs, Table, TableColumn, Writer, table
-from psgrad.reports.words import FACT_LIMIT, brief, cell, flat_words, key_of, label, words_of
+from psgrad.reports.words import brief, cell, flat_words, key_of, label, words_of
 from psgrad.run.results import AnalyzeResult
 
 MAX_MEASURES = 40
@@ -68,7 +68,7 @@ def measure_sections(
             title=brief(measure.title or measure.name, 100),
             about=[(name, brief(str(value), ABOUT_LIMIT)) for name, value in about if value],
             numbers=flat_words(measure.numbers, ABOUT_LIMIT)[:MAX_NUMBERS],
-            columns=[(words_of(column), brief(meaning, FACT_LIMIT)) for column, meaning in meanings],
+            columns=[(words_of(column), brief(meaning, ABOUT_LIMIT)) for column, meaning in meanings],
             figures=figures,
             left_out=left_out,
             tables=tables,

@@ -18,8 +18,8 @@ from psgrad.data.sources import text_files
 from psgrad.data.sources.load import load_data
 from psgrad.data.sources.source import source_for
 from psgrad.errors import CheckpointError, ConfigError, DataError
+from psgrad.quality.baselines import read_baseline
 from psgrad.quality.findings import read_ignore_list
-from psgrad.quality.gates import read_baseline
 from psgrad.run.input_files import require_file
 from psgrad.user_code import call_factory
 
