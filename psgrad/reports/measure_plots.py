@@ -1,12 +1,8 @@
-"""The figures of measures: how their columns are distributed, spectra, matrices, and samples followed through
-training.
-"""
+"""The figures of measures: how their columns are distributed, spectra, and samples through training."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,14 +23,12 @@ from psgrad.reports.figures import (
     say_empty,
     styled,
 )
-from psgrad.reports.words import count, label, number, percent, shorten, shorten_middle, words_of
+from psgrad.reports.words import count, number, percent, shorten, words_of
 from psgrad.run.results import AnalyzeResult, MeasureResult
 
 MAX_PANELS = 6
 MAX_LINES = 10
 MAX_FIGURES = 4  # of one measure
-MAX_NAMES = 24
-NAME_LIMIT = 24  # letters of a class's name beside a matrix
 
 _SPECTRUM = re.compile(r"eigenvalue|spectrum|singular")
 
@@ -52,18 +46,9 @@ def measure_plots(result: AnalyzeResult, measure: MeasureResult) -> list[Plot]:
     for name, table in measure.tables.items():
         if "eigenvalue" in table and len(table) > 2:
             plots.append(spectrum(measure, name, table["eigenvalue"].to_numpy(np.float64)))
-        if {"class", "other_class", "mean_cosine"} <= set(table) and len(table) > 1:
-            plots.append(class_matrix(measure, table, result.class_names))
     for name, array in measure.arrays.items():
         if array.ndim == 1 and len(array) > 2 and _SPECTRUM.search(name):
             plots.append(spectrum(measure, name, array))
-        elif array.ndim == 2 and array.shape[0] == array.shape[1] > 1:
-            plots.append(matrix(measure, name, array, "sample, by its place in the matrix"))
-    agreement = measure.numbers.get("rank_correlation")
-    if isinstance(agreement, list) and np.ndim(agreement) == 2:
-        places = [str(place) for place in range(1, len(agreement) + 1)]
-        correlations, each = np.array(agreement, dtype=np.float64), "checkpoint, in the order of training"
-        plots.append(matrix(measure, "rank_correlation", correlations, each, places))
     return plots[:MAX_FIGURES]
 
 
@@ -117,42 +102,6 @@ def _plot(measure: MeasureResult, name: str, caption: str, figure: Figure) -> Pl
     """The figure of something, by its name, that a measure found."""
     file_name = f"measure_{_file_name(measure.name)}_{_file_name(name)}"
     return Plot(file_name, f"{measure.title}: {words_of(name)}", caption, figure)
-
-
-def class_matrix(measure: MeasureResult, table: pd.DataFrame, class_names: list[str] | None) -> Plot:
-    """How alike two classes are, from a table with a row a pair of classes."""
-    both = pd.concat([table, table.rename(columns={"class": "other_class", "other_class": "class"})])
-    square = both.drop_duplicates(["class", "other_class"]).pivot(
-        index="class", columns="other_class", values="mean_cosine"
-    )
-    names = [shorten_middle(label(each, class_names), NAME_LIMIT) for each in square.index]
-    return matrix(measure, "mean_cosine_of_classes", square.to_numpy(np.float64), "class", names)
-
-
-@styled
-def matrix(
-    measure: MeasureResult, name: str, values: Array, each: str, names: Sequence[str] | None = None
-) -> Plot:
-    """A square matrix in shades. each: what its rows and columns are. names: of them."""
-    side = len(values)
-    figure, axes = figure_with_axes(4.6)
-    # Of a matrix with more cells than pixels each pixel is the mean of its cells.
-    drawn = axes.imshow(values.astype(np.float64), cmap="cividis", interpolation="auto", rasterized=True)
-    axes.grid(visible=False)
-    if names is not None and side <= MAX_NAMES:
-        slanted: dict[str, Any] = {"rotation": 45, "ha": "right"} if max(map(len, names)) > 3 else {}
-        axes.set_xticks(range(side), names, parse_math=False, **slanted)
-        axes.set_yticks(range(side), names, parse_math=False)
-    else:
-        count_axis(axes, "x")
-        count_axis(axes, "y")
-    axes.set(xlabel=each, ylabel=each)
-    figure.colorbar(drawn, ax=axes, shrink=0.85).outline.set_visible(False)  # type: ignore[operator]
-    off = values[~np.eye(side, dtype=bool)].astype(np.float64)
-    words = (
-        f"{words_of(name)}, {side:,} by {side:,}: diagonal {_range(np.diag(values))}, the rest {_range(off)}."
-    )
-    return _plot(measure, name, words, figure)
 
 
 @styled
@@ -213,15 +162,6 @@ def _histogram(axes: Axes, values: Array, listed: Array, words: str) -> str:
     if axes.get_xscale() == "linear" and (values == values.round()).all():
         count_axis(axes, "x")
     return f"{words}: from {number(low)} to {number(high)}, median {number(float(np.median(values)))}"
-
-
-def _range(values: Array) -> str:
-    finite = values[np.isfinite(values)]
-    return (
-        f"{number(float(finite.min()))} to {number(float(finite.max()))}"
-        if len(finite)
-        else "without a finite value"
-    )
 
 
 def _file_name(name: str) -> str:

@@ -26,7 +26,7 @@ from psgrad.reports.analyze_plots import (
 )
 from psgrad.reports.figures import Plot
 from psgrad.reports.influence_plots import draw_influence_plots
-from psgrad.reports.measure_plots import matrix, spectrum, trajectories
+from psgrad.reports.measure_plots import spectrum, trajectories
 from psgrad.reports.privacy_plots import epsilon_by_multiplier, private_plots, public_plots
 from psgrad.run.results import MeasureResult, has_classes
 from psgrad.run.results.manifest import read_manifest
@@ -220,12 +220,3 @@ def _measure() -> MeasureResult:
 def test_spectrum_share_is_no_whole_that_it_is_not() -> None:
     plot = spectrum(_measure(), "spectrum", np.array([1.0, *[1e-6] * 19]))
     assert "99.998% of their sum" in plot.caption
-
-
-def test_matrix_axes_say_what_rows_and_columns_are() -> None:
-    plot = matrix(
-        _measure(), "rank_correlation", np.array([[1, 0.9999898], [0.9999888, 1]]), "checkpoint", ["1", "2"]
-    )
-    axes = plot.figure.axes[0]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("checkpoint", "checkpoint")
-    assert _texts(plot.figure)[:2] == ["1", "2"]
