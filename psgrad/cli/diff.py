@@ -14,7 +14,6 @@ from psgrad.cli.check import write_text
 class DiffFormat(StrEnum):
     terminal = "terminal"
     json = "json"
-    markdown = "markdown"
 
 
 RunA = Annotated[

@@ -142,7 +142,7 @@ def _look_at_stored(config: Config, found: Validation) -> int | None:
         baselines["analyze.outliers.reference"] = reference
     for where, path in baselines.items():
         if path is not None:
-            from psgrad.quality.gates import read_baseline
+            from psgrad.quality.baselines import read_baseline
 
             with found.problems_at(where):
                 read_baseline(config.base / path)
@@ -270,7 +270,7 @@ def _look_at_gate_limits(config: Config, rows: int, trusted: int | None, found: 
     """Note what the gate could not decide. Samples of a baseline are not tested when they come again, so
     nothing is known there.
     """
-    from psgrad.quality.gate_limits import undecided_rules
+    from psgrad.quality.gates import undecided_rules
 
     outliers, gate = config.analyze.outliers, config.gate
     limited = gate.max_outliers is not None or gate.max_fraction is not None
