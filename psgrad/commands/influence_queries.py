@@ -38,7 +38,7 @@ def queries_of(
     samples: Samples = run.samples
     if dataset is not None:  # a measurement has no weight, whatever weights the training losses have
         with errors_about_queries():
-            samples = run.more_samples(dataset.model_copy(update={"weight": None}), weighted=False)
+            samples = run.other_samples(dataset.model_copy(update={"weight": None}), weighted=False)
     with errors_about_queries():
         reader = CheckedReader(samples, measurement.criterion, run.class_count(measurement.criterion))
     rows = np.arange(len(samples)) if wanted is None else _listed(wanted, samples)
