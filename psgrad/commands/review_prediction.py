@@ -44,8 +44,8 @@ _WIDTH = 1.645  # of an interval, in standard errors: 90 % of a normal distribut
 class Prediction:
     """What a change of the data does to m queries.
 
-    now: scalar -> [m], at the last checkpoint. changes: scalar -> [m], predicted. apart: scalar -> [c, m],
-    the predictions at each checkpoint, or, of one checkpoint (`jackknife`), with each group of training rows left
+    now: scalar -> [m], at the last checkpoint. changes: scalar -> [m], predicted. apart: scalar -> [c,
+    m], the predictions at each checkpoint, or, of one checkpoint (`jackknife`), with each group of training rows left
     out of the curvature. effects: [k, d], the part of each added and then each removed row in the change of
     the mean of each of d sets of queries, to first order. steps: Newton steps. affine: whether the model is
     affine in its parameters. amounts: whether predictions are amounts by themselves. weight_decay: of
@@ -212,7 +212,7 @@ def _jackknife(
     queries: Examples,
     scalars: dict[str, Scalar],
 ) -> list[dict[str, torch.Tensor]]:
-    """The prediction of one step, with each group of the unchanged training rows left out of the curvature."""
+    """The prediction of one step, with each group of the unchanged rows left out of the curvature in turn."""
     if len(unchanged) < 2 * _GROUPS:
         return []
     found = []

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from psgrad.reports.ci_text import outcome_line
-from psgrad.reports.page import about_run, render_template, title_of
+from psgrad.reports.page import about_run, render_template
 from psgrad.reports.pictures import excerpt, picture_uri, shown_text
 from psgrad.reports.tables import Table, TableColumn, column, number_column, table
 from psgrad.reports.terminal import print_table
@@ -51,7 +51,7 @@ def render(result: ReviewResult) -> str:
     return render_template(
         "review.html",
         **about_run(result.manifest, result.folder),
-        title=title_of(result.manifest, "What will this change of the training data do?"),
+        title="What will this change of the training data do?",
         headline=[each for each in headline if each[0] != MISSING],
         counts=counts_words(result),
         outcomes=[outcome_line(each) for each in result.check.outcomes],
