@@ -45,12 +45,12 @@ class Prediction:
     """What a change of the data does to m queries.
 
     now: scalar -> [m], at the last checkpoint. changes: scalar -> [m], predicted. apart: scalar -> [c,
-    m], the predictions at each checkpoint, or, of one checkpoint (`jackknife`), with each group of training rows left
-    out of the curvature. effects: [k, d], the part of each added and then each removed row in the change of
-    the mean of each of d sets of queries, to first order. steps: Newton steps. affine: whether the model is
-    affine in its parameters. amounts: whether predictions are amounts by themselves. weight_decay: of
-    training, as named or estimated. worst: [w] the queries with the worst predictions at the last checkpoint;
-    effects_on_worst: [k, w], as `effects`, of each of these.
+    m], the predictions at each checkpoint, or, of one checkpoint (`jackknife`), with each group of
+    training rows left out of the curvature. effects: [k, d], the part of each added and then each removed
+    row in the change of the mean of each of d sets of queries, to first order. steps: Newton steps.
+    affine: whether the model is affine in its parameters. amounts: whether predictions are amounts by
+    themselves. weight_decay: of training, as named or estimated. worst: [w] the queries with the worst
+    predictions at the last checkpoint; effects_on_worst: [k, w], as `effects`, of each of these.
     """
 
     now: Mapping[str, Array]
