@@ -163,7 +163,7 @@ class Stored(Tensor):
         if isinstance(self.source, Quantised):
             return ModelError(
                 f"the model writes into a quantised weight of shape {tuple(self.shape)} ({op})",
-                hint="leave model.load out, or name a model that is not quantised",
+                hint="name a model that is not quantised",
             )
         if self.supply is None and isinstance(self.source, InMemory):
             return ModelError(

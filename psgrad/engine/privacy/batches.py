@@ -172,6 +172,21 @@ class RecordStreams:
         self._streams: dict[int, tuple[RecordReader, Stream, SumPrograms | None]] = {}
         self.drawn: RowNumbers = np.empty(0, dtype=np.int64)
 
+    def of(self, records: Records, take: Take) -> RecordStreams:
+        """The same of other records."""
+        return RecordStreams(
+            records,
+            take,
+            self._loss,
+            self.params,
+            self._make,
+            coins=self.coins,
+            reads_by_code=self.read_coins is not None,
+            alone=self.alone,
+            randomness=self._randomness,
+            zero_on_error=self.zero_on_error,
+        )
+
     def source(self, records: npt.ArrayLike, *place: int) -> GradientSource:
         """The clipped sum of these records, possibly none. place: the step, and the rank, to which their
         coins belong.

@@ -61,14 +61,6 @@ class MaterialisedRows:
         """The sum over rows of the squares of their elements, added in float64."""
         return sum(float(sample.double().square().sum()) for sample in self.rows)
 
-    def alive(self) -> torch.Tensor:
-        """[R]: which rows are not zero for all samples."""
-        return (self.rows != 0).any(2).any(0)
-
-    def only(self, rows: torch.Tensor) -> MaterialisedRows:
-        """These rows without some of them. rows: [R] bool, which ones stay."""
-        return MaterialisedRows(self.rows[:, rows])
-
     def room(self, vectors: int) -> int:
         """The numbers that a product makes for one sample."""
         return self.rows.shape[1] * self.rows.shape[2]
@@ -132,12 +124,6 @@ class SharedFactorRows:
             float(torch.matmul(own.double().transpose(1, 2), shared.double()).square().sum())
             for own, shared in zip(self.own, self.shared, strict=True)
         )
-
-    def alive(self) -> torch.Tensor:
-        return (self.own != 0).flatten(2).any(2).any(0)
-
-    def only(self, rows: torch.Tensor) -> SharedFactorRows:
-        return SharedFactorRows(self.own[:, rows], self.shared, self.transposed)
 
     def room(self, vectors: int) -> int:
         return 2 * self.own.shape[2] * self.own.shape[3] * vectors
