@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from psgrad.engine.execution.ranks import Arrays, Result, joined
+from psgrad.engine.execution.ranks import Arrays, Processes, Result, joined
 from psgrad.errors import DistributedError, PsgradError, error_of
 
 _POLL = 0.05  # seconds between two looks for the other ranks
@@ -54,7 +54,7 @@ def keys_of_this_attempt(store: Store, rank: int, size: int, seconds: float) -> 
     )
 
 
-class RankGroup:
+class RankGroup(Processes):
     """The ranks of one run. See `Processes`.
 
     Args:
@@ -62,7 +62,6 @@ class RankGroup:
         seconds: its time limit.
     """
 
-    parts: int | None = None
     backend: str | None = "gloo"
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
