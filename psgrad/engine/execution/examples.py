@@ -6,6 +6,7 @@ share of the rows of a pass, and has the results of all rows afterwards.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -217,6 +218,10 @@ class Examples:
     def free_bytes(self) -> int:
         """Bytes that are free on the device: on all processes as many as on the first one."""
         return self.processes.agreed("free memory", lambda: [free_memory(self.device)])[0]
+
+    def seconds(self) -> float:
+        """A clock that shows the same on all processes."""
+        return self.processes.agreed("time", lambda: [time.perf_counter_ns()])[0] / 1e9
 
     def everywhere(self, own: bool) -> bool:
         """Whether something is so on each process."""
