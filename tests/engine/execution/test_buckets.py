@@ -182,18 +182,6 @@ def test_some_samples_of_bucketed_gradients(samples: Any) -> None:
     assert found.materialise()["unused.weight"].shape == (len(rows), 2, 2)
 
 
-def test_terms_of_bucketed_gradients_are_those_of_all_samples() -> None:
-    """What a query that knows no groups gets."""
-    for kind in ("mean", "llama", "conv"):
-        ragged = case(kind)
-        found, rows = gradients_in_buckets(ragged)
-        for name, value in ragged.gradients(rows).items():
-            gradient = found.gradients[name]
-            whole = gradient.with_terms(list(gradient.terms))
-            if whole.terms:
-                assert_close(whole.materialise(), value)
-
-
 @pytest.mark.parametrize("kind", ["mean", "bert", "gpt2", "lstm"])
 def test_bucketed_gradients_in_float32(kind: str) -> None:
     ragged = case(kind, torch.float32)

@@ -140,15 +140,9 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 EVERY_KIND = st.one_of(dense(), product(), rows(), grouped(), convolution(), image_of_coefficients(), image())
 
 
-@given(pair=EVERY_KIND, data=st.data())
-def test_term_spread_over_other_samples(pair: tuple[Term, Tensor], data: st.DataObject) -> None:
+@given(pair=EVERY_KIND)
+def test_term_twice_and_as_a_pytree(pair: tuple[Term, Tensor]) -> None:
     term, value = pair
-    places = torch.tensor(data.draw(st.permutations(range(len(value) + 2)))[: len(value)], dtype=torch.int64)
-    spread = term.among(places, len(value) + 2)
-    assert_close(
-        spread.materialise(),
-        torch.zeros(len(value) + 2, *value.shape[1:], dtype=value.dtype).index_copy(0, places, value),
-    )
     assert_close(term.plus([term]).materialise(), 2 * value)
     leaves, structure = tree_flatten(Placed.plain(term))  # as a recorded program's results are
     assert all(isinstance(leaf, Tensor) for leaf in leaves)

@@ -106,14 +106,6 @@ class Term(ABC):
 
         return self._with_factors(some)
 
-    def among(self, places: torch.Tensor, count: int) -> Term:
-        """The term of `count` samples: this term's samples are at `places` [n], the others are zero."""
-        rows = torch.full((count,), self.samples, device=self.device).index_copy(
-            0, places, torch.arange(self.samples, device=self.device)
-        )
-        padded = self._with_factors(lambda x, _: torch.cat([x, x.new_zeros(1, *x.shape[1:])]))
-        return padded.at(rows)
-
     @abstractmethod
     def square_norms(self) -> torch.Tensor:
         """[n]; of a narrower term in float64 only if all arithmetic is, so that nothing leaves its range."""
