@@ -14,14 +14,14 @@ import torch
 
 from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.gradients.deferred import DeferredGradient, Placed
+from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.flat import Vectors
-from psgrad.engine.gradients.terms import CANCELLATION, accumulating, accumulating_dtype
+from psgrad.engine.gradients.terms import accumulating, accumulating_dtype
 from psgrad.engine.measures.measure import Arrays, Measure, Setting, finite_rows, require_classes
 from psgrad.errors import MeasureError
 
 # Columns of the second pass, [k, 1] or [k, 2], for the measures that ask for them.
-DOT, CLASS_DOT, DISTANCE = "mean_gradient.dot", "mean_gradient.class_dot", "mean_gradient.square_distance"
+DOT, CLASS_DOT = "mean_gradient.dot", "mean_gradient.class_dot"
 _TARGET = "mean_gradient.target"
 # Numbers of a parameter for which all classes are computed at once, each sample's with those of its class
 # beside it.
@@ -166,8 +166,7 @@ class MeanGradient(Measure):
 
     def between(self) -> None:
         mean = self.mean
-        self._square_mean = float(mean.square().sum())
-        self._mean, self._wide = self._vectors(mean), self._split(mean)
+        self._mean = self._vectors(mean)
         if self.groups > 1:
             assert self._sums is not None
             self._class_means = [
@@ -178,33 +177,12 @@ class MeanGradient(Measure):
 
     def columns_again(self, gradients: PerSampleGradients) -> Arrays:
         found: Arrays = {}
-        dots = gradients.dot(self._mean).double()
         if DOT in self._asked:
-            found[DOT] = dots.unsqueeze(1)
-        if DISTANCE in self._asked:
-            found[DISTANCE] = self._square_distances(gradients, dots).unsqueeze(1)
+            found[DOT] = gradients.dot(self._mean).double().unsqueeze(1)
         if CLASS_DOT in self._asked:
             norms = self._class_norms[self._classes_of(gradients)]
             found[CLASS_DOT] = torch.stack([self._class_dots(gradients), norms], 1)
         return found
-
-    def _square_distances(self, gradients: PerSampleGradients, dots: torch.Tensor) -> torch.Tensor:
-        """[k] float64: the squared distances of the gradients from the mean gradient; in float64 where
-        float32 has lost digits.
-        """
-        parts = gradients.square_norms() + self._square_mean
-        distances = parts - 2 * dots
-        close = torch.nonzero(finite_rows(gradients) & (distances < CANCELLATION * parts)).squeeze(1)
-        if not len(close):
-            return distances
-        total = torch.zeros(len(close), dtype=torch.float64, device=self.device)
-        for name, gradient in gradients.gradients.items():
-            terms = tuple(Placed(each.term.at(close, torch.float64), each.layout) for each in gradient.terms)
-            wide = DeferredGradient(terms, gradient.shape, torch.float64, gradient.device)
-            part, mean = PerSampleGradients({name: wide}, total), self._wide[name]
-            total += part.square_norms() - 2 * part.dot({name: mean}) + mean.square().sum()
-        distances[close] = total
-        return distances
 
     def _class_dots(self, gradients: PerSampleGradients) -> torch.Tensor:
         """[k] float64: the inner product of each sample's gradient with the mean gradient of its class; NaN
@@ -232,13 +210,10 @@ class MeanGradient(Measure):
         targets: torch.Tensor = gradients.aux[_TARGET].long()
         return targets.where((targets >= 0) & (targets < self.groups - 1), self.groups - 1)
 
-    def _split(self, flat: torch.Tensor) -> Vectors:
-        return {name: part[0] for name, part in self.flat.split(flat.unsqueeze(0)).items()}
-
     def _vectors(self, flat: torch.Tensor) -> Vectors:
         """The same in the type that the parameters' products are computed in."""
-        split = self._split(flat).items()
-        return {name: part.to(accumulating_dtype(self.params[name].dtype)) for name, part in split}
+        split = self.flat.split(flat.unsqueeze(0)).items()
+        return {name: part[0].to(accumulating_dtype(self.params[name].dtype)) for name, part in split}
 
     def _sorted(
         self, gradients: PerSampleGradients, without: Sequence[str]

@@ -17,10 +17,8 @@ FLOAT64 = 8
 # Of p parameters in k tensors, and c classes: sums of gradients, how many there are, and sums of squares.
 GATHERED: dict[str, Callable[[int, int, int], int]] = {
     "cosine_to_mean": lambda p, k, c: FLOAT64 * (p + 1 + k),
-    "loo_mean_change": lambda p, k, c: FLOAT64 * (p + 1 + k),
     "noise_scale": lambda p, k, c: FLOAT64 * (p + 1 + k),
     "signal_to_noise": lambda p, k, c: FLOAT64 * (p + 1 + k),
-    "covariance_spectrum": lambda p, k, c: FLOAT64 * (p + 1 + k),
     "mean_gradient": lambda p, k, c: FLOAT64 * (p + 1 + k),
     "cosine_to_class_mean": lambda p, k, c: FLOAT64 * ((c + 1) * (p + 1) + k),
 }
