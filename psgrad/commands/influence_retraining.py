@@ -128,7 +128,7 @@ def _teller(count: int, progress: Say) -> Callable[[int], None]:
             told = True
             text = (
                 f"the other {count - done:,} models are predicted to take {duration(predicted)}; seeds,"
-                " subsets, removals, ks and explained under influence.evaluate decide how many there are; an"
+                " subsets, removals, ks and queries under influence.evaluate decide how many there are; an"
                 " interrupted evaluation goes on from its finished models"
             )
             progress(Progress(0, 0, "evaluation", text))
@@ -246,7 +246,7 @@ def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:
     influence = config.influence
     named = [influence.measurement.name, influence.evaluate.train.function]
     content = {
-        "model": config.model.model_dump(mode="json", exclude={"checkpoint", "state_dict_key"}),
+        "model": config.model.model_dump(mode="json", exclude={"checkpoint"}),
         "loss": config.loss.model_dump(mode="json"),
         "measurement": influence.measurement.model_dump(mode="json"),
         "train": influence.evaluate.train.model_dump(mode="json", exclude={"together"}),

@@ -228,7 +228,7 @@ def set_up_influence(
         views.append(_view(there, checkpoint, measurement, (reader, rows), processes))
     require_same_on_ranks("queries", identity_of_asked(reader, rows, views), processes)
     column = config.influence.groups
-    groups = None if column is None else run.more_samples(config.data, column).units
+    groups = None if column is None else run.other_samples(config.data, column).units
     return InfluenceSetup(
         *(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples))),
         groups=groups,

@@ -32,7 +32,7 @@ _TAKES: Mapping[str, frozenset[str]] = {
     "sgd": _STEPS | {"momentum"},
     "adam": _STEPS,
     "adamw": _STEPS,
-    "newton": frozenset({"tolerance"}),
+    "newton": frozenset(),
 }
 _ALWAYS = frozenset({"optimizer", "weight_decay", "together"})
 
@@ -45,6 +45,9 @@ class TrainConfig(ConfigSection):
     """
 
     bare: ClassVar[str] = "function"
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "tolerance": "newton ends where no entry of the gradient of the mean loss is above 1e-10",
+    }
 
     function: CallableSpec | None = None
     """module:callable, called as train(model, inputs, target, seed); null for the built-in trainer."""
@@ -62,8 +65,7 @@ class TrainConfig(ConfigSection):
     """Of sgd."""
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
     """As in torch's optimisers; newton keeps n * weight_decay fixed on removal."""
-    tolerance: Annotated[Finite, Field(gt=0)] = 1e-10
-    """Norm of the gradient at which newton stops."""
+
     together: Annotated[int, Field(ge=1)] = 100
     """Models trained, and kept, at a time."""
 
@@ -90,6 +92,7 @@ class EvaluationConfig(ConfigSection):
             "dampings are no longer tuned: list a method several times in influence.evaluate.methods, each"
             " with its own damping"
         ),
+        "explained": "removal asks about at most 20 queries; influence.evaluate.queries: N takes fewer",
         "highest": "a fifth of influence.evaluate.removals are those with the highest self-influence",
     }
 
@@ -113,5 +116,3 @@ class EvaluationConfig(ConfigSection):
     """
     ks: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [10, 20, 50], min_length=1)
     """Of removal: how many proponents are left out."""
-    explained: Annotated[int, Field(ge=2)] = 20
-    """Of removal: for how many queries."""

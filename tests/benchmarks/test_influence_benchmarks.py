@@ -219,26 +219,6 @@ def test_seconds_of_solves_beside_plain_ways(script: Any, tmp_path: Path) -> Non
     )
 
 
-# -- the search of an index ----------------------------------------------------------------------------------
-
-
-def test_approximate_search_of_all_lists_finds_all(script: Any, tmp_path: Path) -> None:
-    pytest.importorskip("faiss")
-    found = script("index_search")
-    index, asked = found.built(tmp_path, 300, 32, 5)
-    for method in found.METHODS.values():
-        fitted = found.from_index(method, index).fit(asked, found.Checkpoint())
-        queries = fitted.projected(asked)
-        lists = found.new_lists(fitted, fitted.source, 10)
-        strongest = found.strongest_rows(fitted, queries, found.TOP)
-        assert all(len(rows) > found.TOP for rows in strongest)
-        share = [
-            np.mean(found.recalls(strongest, found.approximate(fitted, lists, queries, probes)))
-            for probes in (1, 10)
-        ]
-        assert share[0] < share[1] == 1
-
-
 @pytest.mark.sweep
 def test_quality_of_an_index_by_its_bytes(script: Any) -> None:
     quality, truth = script("index_quality"), script("influence_truth")

@@ -118,7 +118,7 @@ class _NewtonSearch:
         raise InfluenceError(
             f"newton did not find the minimum of {name}: an entry of the gradient is still"
             f" {float(gradient.abs().max()):.3g}, and the tolerance {self._tolerance:g}",
-            hint="set engine.dtype: float64, a larger train.weight_decay or a larger train.tolerance",
+            hint="set engine.dtype: float64, or a larger train.weight_decay",
         )
 
     def _factorised(self, name: str, at: torch.Tensor, arguments: tuple[Any, ...]) -> torch.Tensor:
