@@ -23,8 +23,7 @@ from psgrad.errors import MeasureError
 # Columns of the second pass, [k, 1] or [k, 2], for the measures that ask for them.
 DOT, CLASS_DOT = "mean_gradient.dot", "mean_gradient.class_dot"
 _TARGET = "mean_gradient.target"
-# Numbers of a parameter for which all classes are computed at once, each sample's with those of its class
-# beside it.
+# Numbers of a parameter up to which the sums of all classes are one matrix product.
 _FEW = 1024
 
 
@@ -188,8 +187,7 @@ class MeanGradient(Measure):
         """[k] float64: the inner product of each sample's gradient with the mean gradient of its class; NaN
         if it is not finite, or of no class.
         """
-        small = [name for name, gradient in gradients.gradients.items() if is_value(gradient, small=True)]
-        sorted_gradients, order, groups = self._sorted(gradients, small)
+        sorted_gradients, order, groups = self._sorted(gradients, ())
         products = torch.full((len(gradients),), torch.nan, dtype=torch.float64, device=self.device)
         for group, samples in groups:
             if group == self.groups - 1:
@@ -198,11 +196,6 @@ class MeanGradient(Measure):
             part = PerSampleGradients(some, gradients.losses[: samples.stop - samples.start])
             vectors = self._class_means[group]
             products[order[samples]] = part.dot({name: vectors[name] for name in some}).double()
-        for name in small:
-            vectors_of_all = torch.stack([vectors[name].flatten() for vectors in self._class_means])
-            products += products_of_values(
-                gradients.gradients[name], self._classes_of(gradients), vectors_of_all
-            )
         return products
 
     def _classes_of(self, gradients: PerSampleGradients) -> torch.Tensor:
@@ -262,10 +255,9 @@ class OfMeanGradient(Measure):
         return (dots / lengths).clamp(-1, 1).where(rows["ok"] & (lengths > 0), torch.nan)
 
 
-def is_value(gradient: DeferredGradient, small: bool = False) -> bool:
-    """Whether a gradient is materialised; with `small`, it must also have few numbers."""
-    whole = len(gradient.terms) == 1 and gradient.terms[0].term.stored_value is not None
-    return whole and not (small and gradient.shape.numel() > _FEW)
+def is_value(gradient: DeferredGradient) -> bool:
+    """Whether a gradient is materialised."""
+    return len(gradient.terms) == 1 and gradient.terms[0].term.stored_value is not None
 
 
 def sums_of_values(gradient: DeferredGradient, classes: torch.Tensor, groups: int) -> torch.Tensor:
@@ -278,16 +270,6 @@ def sums_of_values(gradient: DeferredGradient, classes: torch.Tensor, groups: in
         return torch.zeros(groups, value.shape[1], dtype=value.dtype).index_add_(0, classes, value)
     one_hot = classes.unsqueeze(0) == torch.arange(groups, device=classes.device).unsqueeze(1)
     return one_hot.to(value.dtype) @ value
-
-
-def products_of_values(
-    gradient: DeferredGradient, classes: torch.Tensor, vectors: torch.Tensor
-) -> torch.Tensor:
-    """[n]: the inner products of a small materialised gradient with the vectors [groups, numel] of the
-    samples' classes [n].
-    """
-    value = accumulating(_value(gradient))
-    return (value * vectors.to(value.dtype)[classes]).sum(1)
 
 
 def _value(gradient: DeferredGradient) -> torch.Tensor:

@@ -17,7 +17,7 @@ from psgrad.engine.influence.curvature.kronecker_blocks import Multiplied
 from psgrad.engine.influence.method import Checkpoint, Preconditioned
 from psgrad.engine.influence.methods.ekfac import EKFAC, KroneckerFactored
 from psgrad.errors import InfluenceError
-from tests.engine.influence.kronecker_blocks import Tied, blocks_of, dense, scores
+from tests.engine.influence.kronecker_blocks import blocks_of, scores
 from tests.engine.influence.problems import (
     classified,
     cross_entropy,
@@ -181,38 +181,6 @@ def test_ekfac_small_blocks_are_exact(case: str) -> None:
     own = np.concatenate([each.self_influence for each in method.self_influence()])
     scores_of_training = matrix_of(method, training)[""].numpy()
     np.testing.assert_allclose(own, scores_of_training.diagonal(), rtol=1e-9)
-
-
-@pytest.mark.long
-def test_ekfac_exact_blocks_up_to_a_size() -> None:
-    """The first layer has 35 numbers with its bias, and the second 18."""
-    training = problem("linear")[1]
-    for most, exact in ((17, []), (18, [18]), (34, [18]), (35, [35, 18])):
-        blocks = fitted(training, most).facts["blocks"]
-        assert [told for told in blocks.values() if "exact" in told] == [
-            f"exact, {size} x {size}" for size in exact
-        ]
-
-
-def test_ekfac_weight_used_in_slices() -> None:
-    torch.manual_seed(1)
-    tokens, labels = torch.randint(7, (N, 5)), torch.randint(7, (N,))
-    training = examples(Tied().double(), cross_entropy, tokens, labels)
-    method, flat = fitted(training, damping=0.01), training.flat
-    unit = torch.eye(flat.size, dtype=torch.float64)
-    inverse = flat.join(method.precondition(flat.split(unit))).numpy()
-    assert (
-        np.abs(
-            inverse @ (dense(method.blocks, flat) + 0.01 * np.eye(flat.size)) * N - np.eye(flat.size)
-        ).max()
-        < 1e-10
-    )
-
-
-def test_ekfac_another_relative_damping() -> None:
-    _, training, queries = problem("convolution")
-    found = matrix_of(fitted(training, fisher="empirical", relative_damping=0.5), queries)[""].numpy()
-    assert np.abs(found - oracle("convolution", 0.5)).max() < 1e-12
 
 
 def test_ekfac_facts() -> None:

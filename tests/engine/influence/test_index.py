@@ -5,7 +5,6 @@ without the training data.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -179,20 +178,6 @@ def test_index_rounding_of_numbers(dtype: Any, exponent: int, columns: int) -> N
         assert kept.equal(given_)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", list(ROUNDING))
-def test_index_rounding_of_scores(tmp_path: Path, dtype: Any) -> None:
-    training, queries = both(network())
-    store = built(tmp_path, IndexSpec(projection="none", dtype=dtype), training)
-    g, q = training.materialise(), queries.materialise()
-    # of |<g', q> - <g, q>|: the sum of |q| times half a unit in the last place of the row's largest number
-    bound = g.abs().amax(1, keepdim=True) * q.abs().sum(1) * ROUNDING[dtype] + 1e-14
-    assert ((by_index(GradientDot(), store, queries) - g @ q.T).abs() <= bound).all()
-    kept = sum(file.stat().st_size for file in tmp_path.rglob("gradients-*.safetensors"))
-    # beside the numbers of a row an exponent, loss, squared norm, and int8's scale for each of 4 parameters
-    beside = len(g) * (2 + 8 + 8 + (16 if dtype == "int8" else 0))
-    assert kept < g.numel() * {"float64": 8, "float32": 4, "int8": 1}.get(dtype, 2) + beside + 600
-
-
 # -- Building ------------------------------------------------------------------------------------------------
 
 
@@ -238,22 +223,6 @@ def test_index_resume_of_killed_build(tmp_path: Path) -> None:
     nothing: list[Any] = []
     go(tmp_path / "whole", nothing.append)
     assert nothing == []
-
-
-def test_index_resume_rebuilds_lost_shards(tmp_path: Path) -> None:
-    training, queries = both(network(), chunk_size=2)
-    store = built(tmp_path, replace(EXACT, rows_per_shard=2), training)
-    before = by_index(GradientDot(), store, queries)
-    times = {path: path.stat().st_mtime_ns for path in (store.file(0, 1), store.file(0, 3))}
-    store.file(0, 0).unlink()
-    store.file(0, 2).unlink()
-    reads: list[tuple[int, int]] = []
-    build_index(store, lambda number: counting(training, lambda *rows: reads.append(rows)))
-    torch.testing.assert_close(
-        by_index(GradientDot(), GradientIndex.open(tmp_path), queries), before, rtol=0, atol=0
-    )
-    assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert max(reads) <= (6, 8)  # at most one chunk is read ahead
 
 
 def test_index_nonfinite_rows(tmp_path: Path) -> None:

@@ -150,20 +150,6 @@ def test_leverage_of_one_refused(solver: Any) -> None:
 
 
 @pytest.mark.long
-def test_leverage_of_one_without_damping_refused() -> None:
-    inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
-    inputs[:, 2] = 0.0
-    inputs[5, 2] = 1.0  # no other row determines the third weight
-    targets = torch.randn(12, 1, generator=torch.Generator().manual_seed(1)).double()
-    training = examples(linear(ridge(inputs, targets, 0.0)), squared_error, inputs, targets)
-    messages: list[str] = []
-    fitted = fit(Influence(), training, messages)
-    assert fitted.facts["damping"] == 0
-    assert np.isnan(scores(fitted, training)[5]).all()
-    assert any(line.startswith("without row 5 the training problem has no solution") for line in messages)
-
-
-@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("solver", ["exact", "dual"])
 @pytest.mark.parametrize("leverage", [False, True])
@@ -185,22 +171,3 @@ def test_leverage_by_output_scores(solver: Any, leverage: bool) -> None:
     np.testing.assert_allclose(scores(fitted, queries), want.numpy(), rtol=0, atol=1e-11)
     with pytest.raises(InfluenceError, match="scores by the query's output don't split into layers"):
         layer_scores(fitted, queries, "module")
-
-
-@pytest.mark.long
-def test_leverage_by_output_of_one_number() -> None:
-    """As of a binary classifier that returns [n]."""
-    wide, (inputs, _) = nn.Linear(6, 1).double(), classified(15)
-    labels = (inputs[:, 0] > 0).double()
-    bare = nn.Sequential(wide, nn.Flatten(0))
-
-    def logistic(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.binary_cross_entropy_with_logits(output.squeeze(), target.squeeze())
-
-    method = Influence(damping=0.03, change="output")
-    result = []
-    for model in (wide, bare):
-        fitted = fit(method, examples(model, logistic, inputs, labels))
-        result.append(scores(fitted, examples(model, logistic, -inputs[:4], labels[:4])))
-    np.testing.assert_allclose(result[1], result[0], rtol=0, atol=1e-13)
-    assert np.abs(result[0]).min() > 0

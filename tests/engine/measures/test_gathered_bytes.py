@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from psgrad.engine.measures.builtin.norms import Distributions
-from psgrad.engine.measures.measure import Measure
 from psgrad.plugins import MEASURES, own_classes
 from tests.engine.measures.passes import classifier, gathered_bytes
 
@@ -46,8 +45,3 @@ def test_histograms_of_norms_do_not_grow_with_the_samples() -> None:
     most = tensors * (6 * FLOAT64 + 2 * FLOAT64 * Distributions.BINS)
     found = gathered_bytes(rows, MEASURES_BY_NAME[HISTOGRAMS])
     assert tensors * 6 * FLOAT64 < found < most
-
-
-@pytest.mark.parametrize("name", sorted(NOT_HERE))
-def test_other_measures_gather_nothing(name: str) -> None:
-    assert MEASURES_BY_NAME[name].state is Measure.state

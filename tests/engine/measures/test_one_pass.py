@@ -226,12 +226,6 @@ def test_measures_resume_same_bits(n: int, chunk_size: int, at: int) -> None:
     )
 
 
-def test_measures_automatic_chunk_size_same_bits() -> None:
-    rows = classifier(150, torch.float32)  # a small chunk first, then larger ones
-    kept = measured(rows, every)
-    same(kept, measured(rows, every, interrupted_at=8), exactly=True)
-
-
 # -- samples and models at the edges -------------------------------------------------------------------------
 
 
@@ -260,18 +254,6 @@ def test_measures_nonfinite_samples() -> None:
     )
 
 
-def test_measures_all_samples_nonfinite() -> None:
-    rows = classifier(3)
-    rows.inputs[:] = math.nan
-    result = measured(rows, every, 2)
-    assert all(result.rows[name].isnan().all() for name in COLUMNS)
-    assert result.gathered["noise_scale"].numbers["noise_scale"] is None
-    assert all(
-        math.isnan(value)
-        for value in result.gathered["signal_to_noise"].tables["parameters"]["signal_to_noise"]
-    )
-
-
 def test_measures_one_sample() -> None:
     result = measured(classifier(1), every)
     assert (
@@ -280,14 +262,6 @@ def test_measures_one_sample() -> None:
     numbers = result.gathered["noise_scale"].numbers
     assert numbers["noise_scale"] is None
     assert numbers["status"].startswith("undefined: 1 samples")
-
-
-def test_measures_one_class() -> None:
-    rows = classifier(8)
-    rows.targets = torch.ones(8, dtype=torch.int64)
-    result = measured(rows, every, 3)
-    torch.testing.assert_close(result.rows["cosine_to_class_mean"], result.rows["cosine_to_mean"])
-    assert result.gathered["cosine_to_class_mean"].tables["classes"]["samples"].tolist() == [0, 8, 0]
 
 
 def test_measures_cosine_with_zero_is_missing() -> None:

@@ -186,9 +186,6 @@ def sum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([part.flatten(1).sum(1) if part.dim() > 1 else part for part in parts]).sum(0)
 
 
-__all__ = ["Attribution", "Point"]
-
-
 @dataclass
 class InputGradient(Attribution):
     """The gradient in the input; for inputs of ids, in the embeddings that are looked up.
