@@ -25,7 +25,7 @@ from tests.engine.influence.problems import (
     gradient_rows,
     mlp,
 )
-from tests.engine.influence.runs import fit, layer_scores, scores, self_influence
+from tests.engine.influence.runs import fit, scores, self_influence
 
 INPUTS, LABELS = classified(40)
 QUERIES, QUERY_LABELS = classified(7, seed=5)
@@ -62,20 +62,6 @@ def test_exact_scores_equal_damped_inverse(curvature: Any) -> None:
     own, norms = self_influence(fitted)
     np.testing.assert_allclose(own, np.einsum("np,pq,nq->n", ROWS, matrix, ROWS), rtol=1e-10)
     np.testing.assert_allclose(norms, np.linalg.norm(ROWS @ matrix, axis=1), rtol=1e-10)
-
-
-@pytest.mark.parametrize("per", ["parameter", "module"])
-def test_exact_scores_by_layer(per: Any) -> None:
-    fitted = fit(Influence(damping=0.1), training())
-    prepared = QUERY_ROWS @ inverse("gauss_newton", 0.1, 0)
-    columns = training().flat.columns
-    result = layer_scores(fitted, queries(), per)
-    assert set(result) == ({"0.weight", "0.bias", "2.weight", "2.bias"} if per == "parameter" else {"0", "2"})
-    for label, part in result.items():
-        own = [where for name, where in columns.items() if name == label or name.startswith(f"{label}.")]
-        want = sum(ROWS[:, where] @ prepared[:, where].T for where in own)
-        np.testing.assert_allclose(part, want, rtol=0, atol=1e-11)
-    np.testing.assert_allclose(sum(result.values()), scores(fitted, queries()), rtol=0, atol=1e-11)
 
 
 def test_exact_extreme_eigenvalues_of_large_matrix() -> None:

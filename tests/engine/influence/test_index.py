@@ -58,7 +58,7 @@ def built(path: Path, spec: IndexSpec, *training: Examples, **options: Any) -> G
 
 def by_index(method: Method, store: GradientIndex, queries: Examples) -> torch.Tensor:
     untouched = Examples(queries.objective, lambda start, stop: pytest.fail("training data were read"), N)
-    return matrix_of(from_index(method, store).fit(untouched, Checkpoint(learning_rate=0.25)), queries)[""]
+    return matrix_of(from_index(method, store).fit(untouched, Checkpoint(learning_rate=0.25)), queries)
 
 
 # -- The answers ---------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def test_index_of_materialised_gradients_equals_method(tmp_path: Path, method: M
     store = built(
         tmp_path, IndexSpec(projection="none", dtype="float64", rows_per_shard=5, features=features), training
     )
-    expected = matrix_of(method.fit(training, Checkpoint(learning_rate=0.25)), queries)[""]
+    expected = matrix_of(method.fit(training, Checkpoint(learning_rate=0.25)), queries)
     torch.testing.assert_close(by_index(method, store, queries), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -124,16 +124,6 @@ def test_index_self_influence(tmp_path: Path) -> None:
         list(from_index(GradientCosine(), store).fit(training, Checkpoint()).self_influence())
 
 
-def test_index_scores_by_layer(tmp_path: Path) -> None:
-    training, queries = both(network())
-    store = built(tmp_path, EXACT, training)
-    result = matrix_of(from_index(GradientDot(), store).fit(training, Checkpoint()), queries, "module")
-    expected = matrix_of(GradientDot().fit(training, Checkpoint()), queries, "module")
-    assert list(result) == list(expected)
-    for label in expected:
-        torch.testing.assert_close(result[label], expected[label], rtol=1e-10, atol=1e-12)
-
-
 @settings(max_examples=6)
 @given(st.integers(1, N + 2), st.integers(1, N + 2), st.integers(1, 60))
 def test_index_independent_of_chunks_shards_and_blocks(
@@ -145,7 +135,7 @@ def test_index_independent_of_chunks_shards_and_blocks(
         store = built(tmp_path_factory.mktemp("index"), spec, training)
         result = by_index(ProjectedInfluence(), store, queries)
     whole, _ = both(network(), chunk_size=N)
-    expected = matrix_of(ProjectedInfluence(dimension=9).fit(whole, Checkpoint()), queries)[""]
+    expected = matrix_of(ProjectedInfluence(dimension=9).fit(whole, Checkpoint()), queries)
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
 
 

@@ -25,7 +25,7 @@ from tests.engine.influence.problems import (
     ridge,
     squared_error,
 )
-from tests.engine.influence.runs import fit, layer_scores, scores, self_influence
+from tests.engine.influence.runs import fit, scores, self_influence
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -80,8 +80,6 @@ def test_leverage_scores_equal_one_newton_step(name: str, solver: Any) -> None:
     fitted = fit(method, training)
     np.testing.assert_allclose(scores(fitted, queries), steps @ query_rows.T, rtol=0, atol=1e-11)
     np.testing.assert_allclose(self_influence(fitted)[0], (steps * rows).sum(1), rtol=1e-10)
-    parts = layer_scores(fitted, queries, "module")
-    np.testing.assert_allclose(sum(parts.values()), steps @ query_rows.T, rtol=0, atol=1e-11)
     assert 0.1 < fitted.facts["largest_leverage"] < 1
 
 
@@ -145,8 +143,6 @@ def test_leverage_of_one_refused(solver: Any) -> None:
     assert [row for row in range(12) if np.isnan(self_influence(fitted)[1][row])] == [5]
     assert np.isfinite(np.delete(result, 5, axis=0)).all()
     assert np.isfinite(np.delete(self_influence(fitted)[0], 5)).all()
-    parts = layer_scores(fitted, training, "parameter")
-    assert all(np.isnan(part[5]).all() for part in parts.values())
 
 
 @pytest.mark.long
@@ -169,5 +165,3 @@ def test_leverage_by_output_scores(solver: Any, leverage: bool) -> None:
     )
     queries = examples(model, criterion, -inputs[:4], labels[:4])
     np.testing.assert_allclose(scores(fitted, queries), want.numpy(), rtol=0, atol=1e-11)
-    with pytest.raises(InfluenceError, match="scores by the query's output don't split into layers"):
-        layer_scores(fitted, queries, "module")

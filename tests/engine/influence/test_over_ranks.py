@@ -74,7 +74,7 @@ def found_by(method: Method, processes: Any = None) -> dict[str, np.ndarray]:
     fitted = method.fit(training, Checkpoint(learning_rate=0.1))
     blocks = list(fitted.scores(queries))
     assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])]
-    found = {"scores": torch.cat([block.scores[""] for block in blocks]).numpy()}
+    found = {"scores": torch.cat([block.scores for block in blocks]).numpy()}
     if fitted.has_self_influence or fitted.solver() is not None:
         own = list(fitted.self_influence())
         found["own"] = torch.cat([block.self_influence for block in own]).numpy()
@@ -140,7 +140,7 @@ def test_more_ranks_than_rows() -> None:
     def found(rank: ThreadRank | None) -> np.ndarray:
         training, queries = (replace(part, count=2) for part in problem(rank))
         blocks = method.fit(training, Checkpoint()).scores(queries)
-        return torch.cat([block.scores[""] for block in blocks]).numpy()
+        return torch.cat([block.scores for block in blocks]).numpy()
 
     for each in by_ranks(5, found):
         np.testing.assert_allclose(each, found(None), rtol=1e-9)
@@ -199,7 +199,7 @@ def test_index_by_ranks_is_that_of_one_process(tmp_path: Path, features: Any) ->
         store = GradientIndex.open(tmp_path / name)
         training, queries = problem(rank)
         fitted = from_index(ProjectedInfluence(), store).fit(training, Checkpoint())
-        return torch.cat([block.scores[""] for block in fitted.scores(queries)]).numpy()
+        return torch.cat([block.scores for block in fitted.scores(queries)]).numpy()
 
     wanted = answered("one", None)
     for each in by_ranks(3, lambda rank: answered("three", rank)):

@@ -72,7 +72,7 @@ def scores(damping: float) -> torch.Tensor:
     model, inputs = nn.Sequential(*layers).float(), inputs.float()
     training = examples(model, cross_entropy, inputs[:80], labels[:80])
     queries = examples(model, cross_entropy, inputs[80:], labels[80:])
-    return matrix_of(fitted(training, fisher="empirical", damping=damping), queries)[""]
+    return matrix_of(fitted(training, fisher="empirical", damping=damping), queries)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -124,26 +124,6 @@ def test_trak_two_checkpoints(data: Any) -> None:
 # -- What projections do -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["none", "two-sided"])
-@pytest.mark.parametrize("per", ["parameter", "module"])
-def test_trak_scores_of_layers_add_up(data: Any, kind: Any, per: Any) -> None:
-    training, queries = both(network(), data)
-    fitted = TRAK(dimension=4, projection=kind).fit(training, Checkpoint())
-    layers = matrix_of(fitted, queries, per)
-    assert list(layers) == (
-        ["0.weight", "0.bias", "2.weight", "2.bias"] if per == "parameter" else ["0", "2"]
-    )
-    torch.testing.assert_close(
-        torch.stack(list(layers.values())).sum(0), matrix_of(fitted, queries)[""], rtol=1e-10, atol=1e-12
-    )
-
-
-def test_trak_scores_by_layer_of_shared_projection_refused(data: Any) -> None:
-    training, queries = both(network(), data)
-    with pytest.raises(InfluenceError, match="whose sparse projection adds all parameters up"):
-        list(TRAK(dimension=9).fit(training, Checkpoint()).scores(queries, "parameter"))
-
-
 # -- The margin ----------------------------------------------------------------------------------------------
 
 
@@ -251,7 +231,7 @@ def test_trak_singular_moment_refused(data: Any, method: Any) -> None:
         method.fit(training, Checkpoint())
     enough = float(str(caught.value.hint).split("damping: ")[1].split(",")[0])
     fitted = type(method)(damping=enough).fit(training, Checkpoint())
-    assert matrix_of(fitted, queries)[""].isfinite().all()
+    assert matrix_of(fitted, queries).isfinite().all()
 
 
 def test_trak_nonfinite_rows(data: Any) -> None:
@@ -259,9 +239,9 @@ def test_trak_nonfinite_rows(data: Any) -> None:
     spoilt = x.clone()
     spoilt[4] = torch.nan
     training, queries = both(network(), (spoilt, y, xq, yq))
-    result = matrix_of(ProjectedInfluence(damping=0.1).fit(training, Checkpoint()), queries)[""]
+    result = matrix_of(ProjectedInfluence(damping=0.1).fit(training, Checkpoint()), queries)
     keep = torch.arange(N) != 4
     without, _ = both(network(), (x[keep], y[keep], xq, yq))
-    expected = matrix_of(ProjectedInfluence(damping=0.1).fit(without, Checkpoint()), queries)[""]
+    expected = matrix_of(ProjectedInfluence(damping=0.1).fit(without, Checkpoint()), queries)
     torch.testing.assert_close(result[keep], expected, rtol=1e-10, atol=1e-14)
     assert result[4].isnan().all()
