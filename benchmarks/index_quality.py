@@ -78,7 +78,7 @@ def scored(problem: Problem, method: Method, spec: IndexSpec | None) -> Measured
             answering, size = from_index(method, index), row_bytes(index)
         start = time.process_time()
         fits = [answering.fit(rows, Checkpoint(number, 1.0)) for number, rows in enumerate(training)]
-        blocks = [block.scores[""] for block in joined_scores(answering, fits, asked)]
+        blocks = [block.scores for block in joined_scores(answering, fits, asked)]
         return Measured(torch.cat(blocks).numpy(), size, time.process_time() - start)
 
 

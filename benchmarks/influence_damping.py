@@ -97,9 +97,7 @@ def measured(recipe: Recipe, noise: float) -> dict[str, Any]:
     with_choice = time.process_time()
     fits = {f"{each:.3g}": default.damped(Damping(None, each)) for each in GRID}
     scores = {
-        name: lds_mean(
-            torch.cat([block.scores[""] for block in fit.scores(asked)]).numpy(), subsets, outcomes
-        )
+        name: lds_mean(torch.cat([block.scores for block in fit.scores(asked)]).numpy(), subsets, outcomes)
         for name, fit in fits.items()
     }
     name = f"{chosen.facts['relative_damping']:.3g}"

@@ -64,4 +64,4 @@ def fitted(
 def scores(problem: Problem, method: Method, criterion: Criterion = cross_entropy, **options: Any) -> Tensor:
     """[n, m] float64."""
     blocks = joined_scores(method, *fitted(problem, method, criterion, **options))
-    return torch.cat([block.scores[""] for block in blocks])
+    return torch.cat([block.scores for block in blocks])

@@ -27,7 +27,7 @@ import psgrad
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.influence.evaluation.jobs import LoadedRows, Recipe
-from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, ScoreBlock, SelfBlock
+from psgrad.engine.influence.method import Checkpoint, Fitted, Method, ScoreBlock, SelfBlock
 from psgrad.engine.influence.methods.gradient_products import GradientDot
 from psgrad.engine.influence.ranking import joined_scores
 
@@ -129,8 +129,8 @@ class Kept(Fitted):
     matrix: torch.Tensor
     weights: torch.Tensor | None = None
 
-    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        yield ScoreBlock(0, len(self.matrix), {"": self.matrix}, self.weights)
+    def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
+        yield ScoreBlock(0, len(self.matrix), self.matrix, self.weights)
 
     def self_influence(self) -> Iterator[SelfBlock]:
         raise NotImplementedError
@@ -189,7 +189,7 @@ class Scorer:
         if average == "plain":
             return torch.stack([each.matrix for each in parts]).mean(0).numpy()
         queries: Any = [None] * len(parts)
-        return torch.cat([block.scores[""] for block in joined_scores(method, parts, queries)]).numpy()
+        return torch.cat([block.scores for block in joined_scores(method, parts, queries)]).numpy()
 
     def _stored(self, path: Path) -> Kept:
         with np.load(path) as stored:
@@ -227,7 +227,7 @@ class Scorer:
 
 def _arrays(blocks: Sequence[ScoreBlock]) -> dict[str, Array]:
     """All rows of the blocks of scores."""
-    arrays = {"scores": torch.cat([block.scores[""] for block in blocks]).numpy()}
+    arrays = {"scores": torch.cat([block.scores for block in blocks]).numpy()}
     weights = [block.weights for block in blocks if block.weights is not None]
     return arrays | ({"weights": torch.cat(weights).numpy()} if weights else {})
 

@@ -92,7 +92,7 @@ TEXTS = (
     "a fine day on the hill",
     "the dull dog sat",
 )
-MEASURES = ["cosine_to_mean", "covariance_spectrum", "el2n", "layer_norms", "signal_to_noise"]
+MEASURES = ["cosine_to_mean", "projected_gradients", "el2n", "layer_norms", "signal_to_noise"]
 
 
 class Place:

@@ -110,14 +110,13 @@ class _QueryBlock:
         self.agreement = CheckpointAgreement()
 
     def add(self, block: JoinedBlock) -> None:
-        scores, single = block.scores[""], [each[""] for each in block.single]
-        single = single if len(single) > 1 else []
+        scores, single = block.scores, [*block.single] if len(block.single) > 1 else []
         self.m = scores.shape[1]
         if not self.strongest:
             self.strongest = [Strongest(self.top, self.m) for _ in range(1 + len(single))]
         if single:
             self.agreement.add(single)
-        self.strongest[0].add(block.start, scores, **({"score_std": block.spread("")} if single else {}))
+        self.strongest[0].add(block.start, scores, **({"score_std": block.spread} if single else {}))
         for strongest, own in zip(self.strongest[1:], single, strict=True):
             strongest.add(block.start, own)
         self.sums.append(over_queries(torch.stack([scores, *single], 2).double()))

@@ -298,10 +298,8 @@ def require_mergeable(measures: Sequence[Measure]) -> None:
 # Measures of a sample's gradient alone, whatever rows it is the sum of.
 _OF_GROUPS = frozenset(
     {
-        "covariance_spectrum",
         "cosine_to_mean",
         "layer_norms",
-        "loo_mean_change",
         "mean_gradient",
         "neighbour_distance",
         "noise_scale",

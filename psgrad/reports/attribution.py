@@ -19,7 +19,6 @@ MEASURES = (
     "input_gradient",
     "gradient_x_input",
     "integrated_gradients",
-    "smooth_grad",
     "token_loss",
 )
 ADDITIVE = ("gradient_x_input", "integrated_gradients", "token_loss")

@@ -164,7 +164,7 @@ def test_stored_scores_of_several_models_join_as_fresh_ones(settings: Any, tmp_p
     ]
     asked = [setting.task.examples(place.model(), setting.task.queries) for place in places]
     joined = ours.joined_scores(method, fits, asked)
-    expected = torch.cat([block.scores[""] for block in joined])
+    expected = torch.cat([block.scores for block in joined])
     torch.testing.assert_close(torch.as_tensor(scored.scores), expected)
     assert scored.memory is not None
 

@@ -13,8 +13,7 @@ import pytest
 from tests.workplace import Workplace
 
 MEASURES = (
-    "analyze.measures=[el2n, margin, covariance_spectrum, noise_scale, {name: ntk, samples: 16},"
-    " relative_norm, gradient_x_input]"
+    "analyze.measures=[el2n, margin, noise_scale, {name: ntk, samples: 16}, relative_norm, gradient_x_input]"
 )
 
 

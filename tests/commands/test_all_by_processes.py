@@ -28,7 +28,7 @@ SWEPT = pytest.mark.sweep
 CHECKPOINTS = ["first.safetensors", "second.safetensors", "third.safetensors"]
 OF_CHECKPOINTS = ["trajectory", "grand", "el2n_over_checkpoints", "forgetting", "vog", "moments"]
 OF_TOKENS = ["token_loss"]
-TWICE = ["cosine_to_mean", "cosine_to_class_mean", "loo_mean_change"]
+TWICE = ["cosine_to_mean", "cosine_to_class_mean"]
 OF_A_MODEL = sorted({*own_classes(MEASURES)} - {*OF_CHECKPOINTS, *OF_TOKENS})
 TOKENS = """
 class Model(nn.Module):
@@ -71,11 +71,9 @@ def with_tokens(place: Workplace) -> None:
 def of_a_model(place: Workplace) -> None:
     """With options by which they are quick, or work over chunks."""
     options: dict[str, Any] = {
-        "covariance_spectrum": {"exact_up_to": 0},
         "hessian_top_eigenvalue": {"iterations": 3},
         "hessian_trace": {"probes": 3},
         "integrated_gradients": {"steps": 3},
-        "smooth_grad": {"samples": 3},
     }
     measures = [{"name": name, **options.get(name, {})} for name in OF_A_MODEL]
     place.config["analyze"] = {"measures": measures}

@@ -72,7 +72,7 @@ def test_scores_of_the_method_are_those_of_a_plain_loop() -> None:
 
     (training, gradients), (queries, asked) = rows(50), rows(5)
     fitted = names["DiagonalFisher"](damping=0.01).fit(training, Checkpoint())
-    scores = torch.cat([each.scores[""] for each in fitted.scores(queries)])
+    scores = torch.cat([each.scores for each in fitted.scores(queries)])
     diagonal = gradients.square().sum(0) + len(gradients) * 0.01
     torch.testing.assert_close(scores, (gradients / diagonal) @ asked.T, rtol=1e-4, atol=1e-6)
 

@@ -4,6 +4,7 @@ rows that it names.
 
 from __future__ import annotations
 
+import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import psgrad
+from psgrad import random_state
 from psgrad.errors import ConfigError, DataError, OutputExistsError
 from psgrad.monitoring.batch_gradients import BatchGradients, SourceSums
 from psgrad.monitoring.monitor import monitor, noise_scale
@@ -63,6 +65,34 @@ def test_measured_numbers_are_those_of_autograd_before_and_with_a_program() -> N
             model.convolution.weight.data = model.convolution.weight.data * 1.01
     (replay,) = measured._replays.values()
     assert replay.chunks >= 2
+
+
+def test_monitor_of_lora_measures_the_adapter_alone() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    images, labels = digits()
+    base = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["1"], modules_to_save=["3"]))
+    batch = images[:BATCH], labels[:BATCH]
+    found = monitor(model, F.cross_entropy, output=None).step(batch)
+    assert found is not None
+    np.testing.assert_allclose(found.norms, gradients_of(model, *batch).norm(dim=1), rtol=1e-4)
+    names = [name for name, x in model.named_parameters() if x.requires_grad]
+    assert set(found.shares) == {name.rpartition(".")[0] for name in names}
+
+
+class Noisy(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + np.random.rand() + random.random())
+
+
+def test_monitor_keeps_the_states_of_all_random_generators() -> None:
+    images, labels = digits()
+    watched = monitor(Noisy(64, 10), F.cross_entropy, output=None)
+    before = random_state.all_states()
+    for _ in range(4):
+        assert watched.step((images[:BATCH].flatten(1), labels[:BATCH])) is not None, watched.stopped
+    assert random_state.all_states() == before
 
 
 def test_training_with_a_monitor_gives_the_same_bits_and_modes() -> None:

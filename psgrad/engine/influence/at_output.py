@@ -12,9 +12,8 @@ from psgrad.engine.execution.output_rows import jacobian_rows
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import as_gradients
 from psgrad.engine.influence.leverage import Corrected
-from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
+from psgrad.engine.influence.method import Fitted, Preconditioned, ScoreBlock, SelfBlock
 from psgrad.engine.transforms import vmap
-from psgrad.errors import InfluenceError
 
 # Numbers of outputs whose losses are computed at once.
 _OUTPUTS = 1 << 22
@@ -26,14 +25,10 @@ class AtOutput(Fitted):
 
     The parameters' change is that of the fit, and so is the output's to first order; of the measurement every
     order is counted. Where the model is linear, nothing but the change of the parameters is approximate.
-
-    automatic: whether a default chose this: scores by layer are then those of the fit, and an error
-    otherwise.
     """
 
-    def __init__(self, fitted: Any, *, automatic: bool = False) -> None:
+    def __init__(self, fitted: Any) -> None:
         self.fitted: Corrected | Preconditioned = fitted
-        self.automatic = automatic
         self.steps: Preconditioned = fitted.removed if isinstance(fitted, Corrected) else fitted
         self.has_self_influence = fitted.has_self_influence
         self.facts, self.calibrated = fitted.facts, fitted.calibrated
@@ -41,19 +36,10 @@ class AtOutput(Fitted):
     def solver(self) -> Preconditioned | None:
         return self.fitted.solver()
 
-    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        if per != "total" and self.automatic:
-            yield from self.fitted.scores(queries, per)
-            return
-        if per != "total":
-            raise InfluenceError(
-                "scores by the query's output don't split into layers: a loss is no sum over what layers do"
-                " to the output",
-                hint="set change: gradient, or layers: none",
-            )
+    def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
         change = _Changes(queries, self.steps)
         for rows, changes in self.steps.training.each(change):
-            block = ScoreBlock(rows.start, rows.stop, {"": changes["scores"]})
+            block = ScoreBlock(rows.start, rows.stop, changes["scores"])
             yield self.fitted.marked(block) if isinstance(self.fitted, Corrected) else block
 
     def self_influence(self) -> Iterator[SelfBlock]:

@@ -21,7 +21,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import output_factors
-from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
+from psgrad.engine.influence.method import Fitted, Preconditioned, ScoreBlock, SelfBlock
 from psgrad.engine.influence.solvers.solve import Solve
 from psgrad.ragged import Block
 
@@ -110,15 +110,13 @@ class Corrected(Fitted):
     def solver(self) -> Preconditioned | None:
         return self.plain
 
-    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        return map(self.marked, self.removed.scores(queries, per))
+    def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
+        return map(self.marked, self.removed.scores(queries))
 
     def marked(self, block: ScoreBlock) -> ScoreBlock:
         """The block with NaN for examples without a score."""
         gone = self.leverage.gone[block.start : block.stop].unsqueeze(1)
-        return replace(
-            block, scores={label: value.masked_fill(gone, torch.nan) for label, value in block.scores.items()}
-        )
+        return replace(block, scores=block.scores.masked_fill(gone, torch.nan))
 
     def self_influence(self) -> Iterator[SelfBlock]:
         # The removed part's norms are how far parameters move; its blocks need not be cut where those of the

@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,9 +15,6 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.errors import InfluenceError
-
-Per = Literal["total", "parameter", "module"]
-Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k, m] float64
 
 # Scores with this unit add up: their sum over examples predicts the effect of removing all of them. {change}
 # is the measurement's name for a change for the worse: "rise of the query's loss, in nats", or "fall of the
@@ -32,7 +29,7 @@ RELATIVE = "relative, no unit"
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """The scores of the training examples start, ..., stop - 1 for all m queries, on the CPU.
+    """The scores [k, m] float64 of the training examples start, ..., stop - 1 for all m queries, on the CPU.
 
     weights: [k] float64, for methods whose scores are a product of a matrix and one number a training
     example, each of which is averaged over checkpoints by itself (TRAK); None for all others. The scores are
@@ -41,7 +38,7 @@ class ScoreBlock:
 
     start: int
     stop: int
-    scores: Scores
+    scores: torch.Tensor
     weights: torch.Tensor | None = None
 
 
@@ -94,18 +91,13 @@ class Method(ABC):
         Raises InfluenceError where this training set, or this checkpoint, has no such scores.
         """
 
-    def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
-        """Scores, label -> [k, m], from those of several checkpoints: their mean, unless a method overrides
-        this.
-        """
-        scores = {
-            label: torch.stack([block.scores[label] for block in blocks]).mean(0)
-            for label in blocks[0].scores
-        }
+    def across(self, blocks: Sequence[ScoreBlock]) -> torch.Tensor:
+        """Scores [k, m] from those of several checkpoints: their mean, unless a method overrides this."""
+        scores = torch.stack([block.scores for block in blocks]).mean(0)
         if blocks[0].weights is None:
             return scores
         weights = torch.stack([block.weights for block in blocks if block.weights is not None]).mean(0)
-        return {label: value * weights.unsqueeze(1) for label, value in scores.items()}
+        return scores * weights.unsqueeze(1)
 
     @property
     def joins_by_own_rule(self) -> bool:
@@ -116,8 +108,7 @@ class Method(ABC):
 
     def across_self(self, scores: Sequence[torch.Tensor]) -> torch.Tensor:
         """Self-influence [n] of that of several checkpoints."""
-        blocks = [ScoreBlock(0, len(own), {"": own.unsqueeze(1)}) for own in scores]
-        return self.across(blocks)[""].squeeze(1)
+        return self.across([ScoreBlock(0, len(own), own.unsqueeze(1)) for own in scores]).squeeze(1)
 
 
 class Fitted(ABC):
@@ -134,11 +125,9 @@ class Fitted(ABC):
     calibrated: bool = False
 
     @abstractmethod
-    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        """The scores of all training examples for these queries, in blocks, in the order of the training set.
-
-        per: 'parameter' or 'module' for a matrix a layer, which add up to the total; where they don't, the
-        total comes with them, under the label "". Raises InfluenceError where the method has none.
+    def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
+        """The scores of all training examples for these queries, in blocks, in the order of the training
+        set.
         """
 
     @abstractmethod
@@ -170,11 +159,11 @@ class Preconditioned(Fitted):
     def precondition(self, vectors: Vectors) -> Vectors:
         """A v of k vectors, name -> [k, *shape]."""
 
-    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+    def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
         flat = self.training.flat
         prepared = as_gradients(self.precondition(flat.split(queries.materialise().to(self.training.device))))
-        for rows, part in self.training.each(lambda gradients: labelled(gradients.inner(prepared, per=per))):
-            yield ScoreBlock(rows.start, rows.stop, part)
+        for rows, part in self.training.each(lambda gradients: {"scores": gradients.inner(prepared)}):
+            yield ScoreBlock(rows.start, rows.stop, part["scores"])
 
     def self_influence(self) -> Iterator[SelfBlock]:
         def both(vectors: Vectors) -> dict[str, torch.Tensor]:
@@ -198,16 +187,6 @@ class Preconditioned(Fitted):
             blocks = self.training.each(lambda gradients: both(gradients.materialise()))
         for rows, part in blocks:
             yield SelfBlock(rows.start, rows.stop, part["self_influence"].cpu(), part["norm"].cpu())
-
-
-def labelled(products: torch.Tensor | Scores) -> Scores:
-    """Products [k, m] of all parameters under the label "", those of each layer under its own."""
-    return {"": products} if isinstance(products, torch.Tensor) else products
-
-
-def with_total(values: Scores) -> Scores:
-    """The values of layers [k, m] with their sum under the label "", unless there is a total already."""
-    return values if "" in values else {"": torch.stack(list(values.values())).sum(0), **values}
 
 
 def flat_rows(value: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.method import Fitted, Method, Per, ScoreBlock, Scores, SelfBlock, with_total
+from psgrad.engine.influence.method import Fitted, Method, ScoreBlock, SelfBlock
 
 
 def over_queries(scores: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ def joined_self(method: Method, found: Sequence[torch.Tensor]) -> torch.Tensor:
     training examples.
     """
     if is_relative(method, len(found)):
-        blocks = [ScoreBlock(0, len(own), {"": own.unsqueeze(1)}) for own in found]
+        blocks = [ScoreBlock(0, len(own), own.unsqueeze(1)) for own in found]
         found = [own / root_mean_square([block]) for own, block in zip(found, blocks, strict=True)]
     return method.across_self(found)
 
@@ -64,16 +64,15 @@ def on_one_scale(parts: Sequence[list[ScoreBlock]]) -> Iterator[list[ScoreBlock]
     scales = [root_mean_square([blocks[place] for blocks in parts]) for place in range(count)]
     for blocks in parts:
         yield [
-            replace(block, scores={label: scores / scale for label, scores in block.scores.items()})
-            for block, scale in zip(blocks, scales, strict=True)
+            replace(block, scores=block.scores / scale) for block, scale in zip(blocks, scales, strict=True)
         ]
 
 
 def root_mean_square(blocks: Sequence[ScoreBlock]) -> torch.Tensor:
-    """[m]: of the scores of each query that are finite, those of all layers together; 1 where that is 0."""
+    """[m]: of the scores of each query that are finite; 1 where that is 0."""
     squares, counts = [], []
     for block in blocks:
-        total = with_total(block.scores)[""].double()
+        total = block.scores.double()
         finite = total.isfinite()
         squares.append(torch.where(finite, total, 0.0).square().sum(0))
         counts.append(finite.sum(0))
@@ -192,24 +191,24 @@ class JoinedBlock:
     """The scores of the training examples start, ..., stop - 1, joined over checkpoints, and of each
     checkpoint by itself.
 
-    scores: label -> [k, m]. single: for each checkpoint label -> [k, m].
+    scores: [k, m]. single: of each checkpoint [k, m].
     """
 
     start: int
     stop: int
-    scores: Scores
-    single: tuple[Scores, ...]
+    scores: torch.Tensor
+    single: tuple[torch.Tensor, ...]
 
-    def spread(self, label: str) -> torch.Tensor:
+    @property
+    def spread(self) -> torch.Tensor:
         """[k, m]: the standard deviation of the checkpoints' scores."""
-        return torch.stack([scores[label] for scores in self.single]).std(0)
+        return torch.stack(self.single).std(0)
 
 
 def joined_scores(
     method: Method,
     fitted: Sequence[Fitted],
     queries: Sequence[Examples],
-    per: Per = "total",
     divisors: Sequence[torch.Tensor] | None = None,
 ) -> Iterator[JoinedBlock]:
     """The scores of all training examples in blocks, in order. Where those of checkpoints are put on one
@@ -219,7 +218,7 @@ def joined_scores(
         fitted, queries: one of each for every checkpoint.
         divisors: for each checkpoint [n], what each training example's scores are divided by; see `divisor`.
     """
-    streams = [each.scores(query, per) for each, query in zip(fitted, queries, strict=True)]
+    streams = [each.scores(query) for each, query in zip(fitted, queries, strict=True)]
     parts = aligned(streams)
     if divisors is not None:
         parts = ([_divided(*pair) for pair in zip(blocks, divisors, strict=True)] for blocks in parts)
@@ -262,9 +261,7 @@ def divisor(blocks: Iterator[SelfBlock], normalize: Normalize) -> torch.Tensor:
 
 def _divided(block: ScoreBlock, divisor: torch.Tensor) -> ScoreBlock:
     by = divisor[block.start : block.stop].unsqueeze(1)
-    return ScoreBlock(
-        block.start, block.stop, {label: scores / by for label, scores in block.scores.items()}, block.weights
-    )
+    return replace(block, scores=block.scores / by)
 
 
 def _part(block: ScoreBlock, start: int, stop: int) -> ScoreBlock:
@@ -272,4 +269,4 @@ def _part(block: ScoreBlock, start: int, stop: int) -> ScoreBlock:
         return block
     rows = slice(start - block.start, stop - block.start)
     weights = None if block.weights is None else block.weights[rows]
-    return ScoreBlock(start, stop, {label: scores[rows] for label, scores in block.scores.items()}, weights)
+    return ScoreBlock(start, stop, block.scores[rows], weights)

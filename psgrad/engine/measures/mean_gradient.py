@@ -16,15 +16,14 @@ from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.flat import Vectors
-from psgrad.engine.gradients.terms import CANCELLATION, accumulating, accumulating_dtype
+from psgrad.engine.gradients.terms import accumulating, accumulating_dtype
 from psgrad.engine.measures.measure import Arrays, Measure, Setting, finite_rows, require_classes
 from psgrad.errors import MeasureError
 
 # Columns of the second pass, [k, 1] or [k, 2], for the measures that ask for them.
-DOT, CLASS_DOT, DISTANCE = "mean_gradient.dot", "mean_gradient.class_dot", "mean_gradient.square_distance"
+DOT, CLASS_DOT = "mean_gradient.dot", "mean_gradient.class_dot"
 _TARGET = "mean_gradient.target"
-# Numbers of a parameter for which all classes are computed at once, each sample's with those of its class
-# beside it.
+# Numbers of a parameter up to which the sums of all classes are one matrix product.
 _FEW = 1024
 
 
@@ -166,8 +165,7 @@ class MeanGradient(Measure):
 
     def between(self) -> None:
         mean = self.mean
-        self._square_mean = float(mean.square().sum())
-        self._mean, self._wide = self._vectors(mean), self._split(mean)
+        self._mean = self._vectors(mean)
         if self.groups > 1:
             assert self._sums is not None
             self._class_means = [
@@ -178,39 +176,18 @@ class MeanGradient(Measure):
 
     def columns_again(self, gradients: PerSampleGradients) -> Arrays:
         found: Arrays = {}
-        dots = gradients.dot(self._mean).double()
         if DOT in self._asked:
-            found[DOT] = dots.unsqueeze(1)
-        if DISTANCE in self._asked:
-            found[DISTANCE] = self._square_distances(gradients, dots).unsqueeze(1)
+            found[DOT] = gradients.dot(self._mean).double().unsqueeze(1)
         if CLASS_DOT in self._asked:
             norms = self._class_norms[self._classes_of(gradients)]
             found[CLASS_DOT] = torch.stack([self._class_dots(gradients), norms], 1)
         return found
 
-    def _square_distances(self, gradients: PerSampleGradients, dots: torch.Tensor) -> torch.Tensor:
-        """[k] float64: the squared distances of the gradients from the mean gradient; in float64 where
-        float32 has lost digits.
-        """
-        parts = gradients.square_norms() + self._square_mean
-        distances = parts - 2 * dots
-        close = torch.nonzero(finite_rows(gradients) & (distances < CANCELLATION * parts)).squeeze(1)
-        if not len(close):
-            return distances
-        total = torch.zeros(len(close), dtype=torch.float64, device=self.device)
-        for name, gradient in gradients.gradients.items():
-            wide = gradient.at(close, torch.float64)
-            part, mean = PerSampleGradients({name: wide}, total), self._wide[name]
-            total += part.square_norms() - 2 * part.dot({name: mean}) + mean.square().sum()
-        distances[close] = total
-        return distances
-
     def _class_dots(self, gradients: PerSampleGradients) -> torch.Tensor:
         """[k] float64: the inner product of each sample's gradient with the mean gradient of its class; NaN
         if it is not finite, or of no class.
         """
-        small = [name for name, gradient in gradients.gradients.items() if is_value(gradient, small=True)]
-        sorted_gradients, order, groups = self._sorted(gradients, small)
+        sorted_gradients, order, groups = self._sorted(gradients, ())
         products = torch.full((len(gradients),), torch.nan, dtype=torch.float64, device=self.device)
         for group, samples in groups:
             if group == self.groups - 1:
@@ -219,11 +196,6 @@ class MeanGradient(Measure):
             part = PerSampleGradients(some, gradients.losses[: samples.stop - samples.start])
             vectors = self._class_means[group]
             products[order[samples]] = part.dot({name: vectors[name] for name in some}).double()
-        for name in small:
-            vectors_of_all = torch.stack([vectors[name].flatten() for vectors in self._class_means])
-            products += products_of_values(
-                gradients.gradients[name], self._classes_of(gradients), vectors_of_all
-            )
         return products
 
     def _classes_of(self, gradients: PerSampleGradients) -> torch.Tensor:
@@ -231,13 +203,10 @@ class MeanGradient(Measure):
         targets: torch.Tensor = gradients.aux[_TARGET].long()
         return targets.where((targets >= 0) & (targets < self.groups - 1), self.groups - 1)
 
-    def _split(self, flat: torch.Tensor) -> Vectors:
-        return {name: part[0] for name, part in self.flat.split(flat.unsqueeze(0)).items()}
-
     def _vectors(self, flat: torch.Tensor) -> Vectors:
         """The same in the type that the parameters' products are computed in."""
-        split = self._split(flat).items()
-        return {name: part.to(accumulating_dtype(self.params[name].dtype)) for name, part in split}
+        split = self.flat.split(flat.unsqueeze(0)).items()
+        return {name: part[0].to(accumulating_dtype(self.params[name].dtype)) for name, part in split}
 
     def _sorted(
         self, gradients: PerSampleGradients, without: Sequence[str]
@@ -286,10 +255,9 @@ class OfMeanGradient(Measure):
         return (dots / lengths).clamp(-1, 1).where(rows["ok"] & (lengths > 0), torch.nan)
 
 
-def is_value(gradient: DeferredGradient, small: bool = False) -> bool:
-    """Whether a gradient is materialised; with `small`, it must also have few numbers."""
-    whole = len(gradient.terms) == 1 and gradient.terms[0].term.stored_value is not None
-    return whole and not (small and gradient.shape.numel() > _FEW)
+def is_value(gradient: DeferredGradient) -> bool:
+    """Whether a gradient is materialised."""
+    return len(gradient.terms) == 1 and gradient.terms[0].term.stored_value is not None
 
 
 def sums_of_values(gradient: DeferredGradient, classes: torch.Tensor, groups: int) -> torch.Tensor:
@@ -302,16 +270,6 @@ def sums_of_values(gradient: DeferredGradient, classes: torch.Tensor, groups: in
         return torch.zeros(groups, value.shape[1], dtype=value.dtype).index_add_(0, classes, value)
     one_hot = classes.unsqueeze(0) == torch.arange(groups, device=classes.device).unsqueeze(1)
     return one_hot.to(value.dtype) @ value
-
-
-def products_of_values(
-    gradient: DeferredGradient, classes: torch.Tensor, vectors: torch.Tensor
-) -> torch.Tensor:
-    """[n]: the inner products of a small materialised gradient with the vectors [groups, numel] of the
-    samples' classes [n].
-    """
-    value = accumulating(_value(gradient))
-    return (value * vectors.to(value.dtype)[classes]).sum(1)
 
 
 def _value(gradient: DeferredGradient) -> torch.Tensor:

@@ -5,7 +5,6 @@ algebra in numpy, in float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -52,11 +51,11 @@ def ridge_products(
     return rows @ np.linalg.solve(moment + n * lam * np.eye(k), queries.T)
 
 
-def matrix_of(fitted: Fitted, queries: Examples, per: Any = "total") -> dict[str, torch.Tensor]:
-    """label -> [n, m], and the blocks in order."""
-    blocks = list(fitted.scores(queries, per))
+def matrix_of(fitted: Fitted, queries: Examples) -> torch.Tensor:
+    """[n, m], of blocks in order."""
+    blocks = list(fitted.scores(queries))
     assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])]
-    return {label: torch.cat([block.scores[label] for block in blocks]) for label in blocks[0].scores}
+    return torch.cat([block.scores for block in blocks])
 
 
 def scores_of(method: Method, training: Sequence[Examples], queries: Sequence[Examples]) -> np.ndarray:
@@ -65,4 +64,4 @@ def scores_of(method: Method, training: Sequence[Examples], queries: Sequence[Ex
         list(method.fit(each, Checkpoint(number)).scores(asked))
         for number, (each, asked) in enumerate(zip(training, queries, strict=True))
     ]
-    return torch.cat([method.across(list(blocks))[""] for blocks in zip(*streams, strict=True)]).numpy()
+    return torch.cat([method.across(list(blocks)) for blocks in zip(*streams, strict=True)]).numpy()

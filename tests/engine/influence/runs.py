@@ -18,13 +18,7 @@ def fit(method: Method, training: Examples, said: list[str] | None = None) -> An
 
 def scores(fitted: Fitted, queries: Examples) -> np.ndarray:
     """[n, m]"""
-    return torch.cat([block.scores[""] for block in fitted.scores(queries)]).numpy()
-
-
-def layer_scores(fitted: Fitted, queries: Examples, per: Any) -> dict[str, np.ndarray]:
-    """label -> [n, m]"""
-    blocks = [block.scores for block in fitted.scores(queries, per)]
-    return {label: torch.cat([block[label] for block in blocks]).numpy() for label in blocks[0]}
+    return torch.cat([block.scores for block in fitted.scores(queries)]).numpy()
 
 
 def self_influence(fitted: Fitted) -> tuple[np.ndarray, np.ndarray]:

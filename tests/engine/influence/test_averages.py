@@ -29,7 +29,7 @@ def made(checkpoints: int = 3, n: int = 17, m: int = 4) -> torch.Tensor:
 def in_blocks(scores: torch.Tensor, *cuts: int) -> list[list[ScoreBlock]]:
     edges = [0, *cuts, scores.shape[1]]
     return [
-        [ScoreBlock(start, stop, {"": each[start:stop]}) for each in scores]
+        [ScoreBlock(start, stop, each[start:stop]) for each in scores]
         for start, stop in itertools.pairwise(edges)
     ]
 
@@ -40,18 +40,9 @@ def test_on_one_scale_divides_by_the_root_mean_square_whatever_the_blocks() -> N
     for cuts in ((), (5,), (1, 2, 16)):
         parts = list(on_one_scale(in_blocks(scores, *cuts)))
         found = np.stack(
-            [np.concatenate([blocks[place].scores[""].numpy() for blocks in parts]) for place in range(3)]
+            [np.concatenate([blocks[place].scores.numpy() for blocks in parts]) for place in range(3)]
         )
         np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
-def test_on_one_scale_of_layers_takes_the_scale_of_their_sum() -> None:
-    scores = made(2)
-    blocks = [[ScoreBlock(0, 17, {"a": 0.25 * each, "b": 0.75 * each}) for each in scores]]
-    (found,) = on_one_scale(blocks)
-    whole = found[0].scores["a"] + found[0].scores["b"]
-    np.testing.assert_allclose(whole.square().mean(0), np.ones(4), rtol=1e-12)
-    np.testing.assert_allclose(found[0].scores["b"], 3 * found[0].scores["a"], rtol=1e-12)
 
 
 def test_on_one_scale_keeps_zeros_and_leaves_nan_out_of_the_scale() -> None:
@@ -59,10 +50,10 @@ def test_on_one_scale_keeps_zeros_and_leaves_nan_out_of_the_scale() -> None:
     scores[0, :, 1] = 0.0
     scores[1, 3, 2] = torch.nan
     (found,) = on_one_scale(in_blocks(scores))
-    assert bool((found[0].scores[""][:, 1] == 0).all())
+    assert bool((found[0].scores[:, 1] == 0).all())
     rest = scores[1, :, 2].numpy()
     expected = rest / np.sqrt(np.nanmean(rest**2))
-    np.testing.assert_allclose(found[1].scores[""][:, 2], expected, rtol=1e-12)
+    np.testing.assert_allclose(found[1].scores[:, 2], expected, rtol=1e-12)
 
 
 def test_is_relative_for_means_of_several_checkpoints_only() -> None:
@@ -84,7 +75,7 @@ def test_agreement_is_the_mean_correlation_of_pairs_of_checkpoints() -> None:
     scores = made()
     found = CheckpointAgreement()
     for blocks in in_blocks(scores, 4, 9):
-        found.add([block.scores[""] for block in blocks])
+        found.add([block.scores for block in blocks])
     expected = []
     for query in range(4):
         correlations = np.corrcoef(scores[:, :, query].numpy())

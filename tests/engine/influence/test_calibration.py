@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -140,31 +138,6 @@ def test_calibration_reason_names_the_option_of_affine_models(method: Influence,
     fitted = fit(method, examples(linear(ridge(inputs, targets, 1.0)), squared_error, inputs, targets))
     assert not fitted.calibrated
     assert fitted.facts["calibrated_because"].startswith(expected)
-
-
-def test_calibration_networks_keep_ranking_damping() -> None:
-    inputs, labels = classified(30)
-    fitted = fit(Influence(weight_decay=1e-3), examples(mlp(), cross_entropy, inputs, labels))
-    relative = fitted.facts["relative_damping"]
-    assert relative >= 1
-    assert fitted.facts["damping"] == pytest.approx(relative * fitted.facts["mean_eigenvalue"])
-    assert not fitted.calibrated
-    assert fitted.facts["leverage"] is False
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [EKFAC, Influence])
-def test_calibration_convex_with_weight_decay_no_damping(kind: Any) -> None:
-    inputs, labels = classified(30)
-    training = examples(OnFeatures().double(), cross_entropy, inputs, labels)
-
-    def dampings(**options: Any) -> set[float]:
-        result = fit(kind(**options), training).facts["damping"]
-        return set(result.values()) if isinstance(result, dict) else {result}
-
-    assert dampings(weight_decay=0.01) == {0.0}
-    assert dampings(weight_decay=0.01, relative_damping=0.1) == dampings(relative_damping=0.1) != {0.0}
-    assert dampings(weight_decay=0.01, damping=0.5) == {0.5}
 
 
 def test_calibration_networks_damping_value() -> None:

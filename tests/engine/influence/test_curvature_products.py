@@ -5,7 +5,6 @@ and type.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.objective import Forward, Objective
-from psgrad.engine.execution.output_rows import gauss_newton_rows, gauss_newton_trace
 from psgrad.engine.influence.curvature.curvature_products import (
     CurvatureKind,
     CurvatureProducts,
@@ -23,7 +20,6 @@ from psgrad.engine.influence.curvature.curvature_products import (
     RowProducts,
     curvature_products,
 )
-from psgrad.ragged import Block
 from tests.engine.influence.problems import cross_entropy, examples, squared_error
 
 N, CLASSES, DECAY = 19, 4, 0.3
@@ -194,33 +190,3 @@ def test_curvature_products_estimated_trace() -> None:
     # a linear model's Jacobian has orthogonal rows, so that all signs give the same
     assert error < 1e-10 * exact
     assert mean == pytest.approx(exact, rel=1e-10)
-
-
-def pixel_cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output.reshape(1, 6, 10), target.reshape(1, 10))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("weighted", [True, False])
-def test_gauss_newton_trace_unbiased(weighted: bool) -> None:
-    """Over many seeds: its mean is the exact trace, and its spread the stated error."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 60)).double()
-    inputs, target = torch.randn(40, 8, dtype=torch.float64), torch.randint(0, 6, (40, 10))
-    training = examples(model, pixel_cross_entropy, inputs, target)
-    if weighted:
-        weights = torch.rand(40, dtype=torch.float64)
-
-        def read(start: int, stop: int) -> Block:
-            return Block((inputs[start:stop], weights[start:stop]), target[start:stop])
-
-        objective = Objective(model, pixel_cross_entropy, forward=Forward(weighted=True))
-        training = replace(training, objective=objective, read=read)
-    exact = sum(float(norms["square_norm"].sum()) for _, norms in gauss_newton_rows(training).norms())
-    found = torch.tensor([gauss_newton_trace(training, seed) for seed in range(60)], dtype=torch.float64)
-    off = (found[:, 0] - exact) / found[:, 1]
-    assert abs(float(off.mean())) < 4 / 60**0.5
-    assert 0.7 < float(off.std()) < 1.4
-    assert gauss_newton_trace(training.sized(7), 3) == pytest.approx(
-        gauss_newton_trace(training, 3), rel=1e-9
-    )

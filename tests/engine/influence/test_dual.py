@@ -21,7 +21,7 @@ from tests.engine.influence.problems import (
     mlp,
     squared_error,
 )
-from tests.engine.influence.runs import fit, layer_scores, scores, self_influence
+from tests.engine.influence.runs import fit, scores, self_influence
 
 
 def huber(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -68,13 +68,6 @@ def test_dual_equals_dense_solve(name: str, curvature: Any) -> None:
     own, norms = self_influence(fitted)
     np.testing.assert_allclose(own, np.einsum("np,pq,nq->n", rows, matrix, rows), rtol=1e-8)
     np.testing.assert_allclose(norms, np.linalg.norm(rows @ matrix, axis=1), rtol=1e-8)
-    parts = layer_scores(fitted, queries, "parameter")
-    columns = training.flat.columns
-    for label, part in parts.items():
-        where = columns[label]
-        np.testing.assert_allclose(
-            part, rows[:, where] @ (matrix @ query_rows.T)[where], rtol=0, atol=1e-9 * np.abs(want).max()
-        )
     assert fitted.facts["mean_eigenvalue"] == pytest.approx(
         np.trace(curvatures[curvature]) / len(rows) / rows.shape[1], rel=1e-10
     )

@@ -17,7 +17,7 @@ from psgrad.engine.influence.curvature.kronecker_blocks import Multiplied
 from psgrad.engine.influence.method import Checkpoint, Preconditioned
 from psgrad.engine.influence.methods.ekfac import EKFAC, KroneckerFactored
 from psgrad.errors import InfluenceError
-from tests.engine.influence.kronecker_blocks import Tied, blocks_of, dense, scores
+from tests.engine.influence.kronecker_blocks import blocks_of, scores
 from tests.engine.influence.problems import (
     classified,
     cross_entropy,
@@ -104,7 +104,7 @@ def oracle(case: str, relative: float = 0.1) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES)
 def test_ekfac_scores_equal_materialised_matrices(case: str) -> None:
     _, training, queries = problem(case)
-    result = matrix_of(fitted(training, fisher="empirical"), queries)[""].numpy()
+    result = matrix_of(fitted(training, fisher="empirical"), queries).numpy()
     expected = oracle(case)
     assert np.abs(result - expected).max() < 1e-10 * np.abs(expected).max()
 
@@ -116,28 +116,11 @@ def test_ekfac_self_influence(case: str) -> None:
     blocks = list(method.self_influence())
     result = torch.cat([block.self_influence for block in blocks])
     norms = torch.cat([block.preconditioned_norm for block in blocks])
-    expected = matrix_of(method, training)[""].diagonal()
+    expected = matrix_of(method, training).diagonal()
     assert torch.allclose(result.cpu(), expected, rtol=1e-10, atol=0)
     rows = training.materialise().to(training.device)
     prepared = training.flat.join(method.precondition(training.flat.split(rows)))
     assert torch.allclose(norms.cpu(), prepared.norm(dim=1).cpu(), rtol=1e-10, atol=0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("per", ["parameter", "module"])
-def test_ekfac_layers_add_up_to_the_total(per: str) -> None:
-    model, training, queries = problem("convolution")
-    method = fitted(training)
-    parts = matrix_of(method, queries, per)
-    assert torch.allclose(
-        torch.stack(list(parts.values())).sum(0), matrix_of(method, queries)[""], rtol=1e-10, atol=1e-14
-    )
-    names = (
-        dict(model.named_parameters())
-        if per == "parameter"
-        else {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    )
-    assert set(parts) == set(names)
 
 
 def _rows(of: Examples) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +135,7 @@ def test_ekfac_exact_for_one_layer_squared_error() -> None:
     training, queries = (
         examples(model, squared_error, inputs[rows], targets[rows]) for rows in (slice(N), slice(N, None))
     )
-    result = matrix_of(fitted(training, fisher="exact", damping=0.02, weight_decay=0.03), queries)[""].numpy()
+    result = matrix_of(fitted(training, fisher="exact", damping=0.02, weight_decay=0.03), queries).numpy()
     rows = gradient_rows(model, squared_error, inputs, targets)
     curvature = gauss_newton(model, squared_error, inputs[:N], targets[:N]) + N * 0.05 * np.eye(21)
     expected = rows[:N] @ np.linalg.solve(curvature, rows[N:].T)
@@ -176,43 +159,11 @@ def test_ekfac_small_blocks_are_exact(case: str) -> None:
         matrix += 0.1 * np.trace(matrix) / len(own) * np.eye(len(own))
         expected += rows @ np.linalg.solve(matrix, gradients[N:, own].T)
     assert sum(len(block.basis.names) for block in method.blocks) == len(dict(model.named_parameters()))
-    result = matrix_of(method, queries)[""].numpy()
+    result = matrix_of(method, queries).numpy()
     assert np.abs(result - expected).max() < 1e-9 * np.abs(expected).max()
     own = np.concatenate([each.self_influence for each in method.self_influence()])
-    scores_of_training = matrix_of(method, training)[""].numpy()
+    scores_of_training = matrix_of(method, training).numpy()
     np.testing.assert_allclose(own, scores_of_training.diagonal(), rtol=1e-9)
-
-
-@pytest.mark.long
-def test_ekfac_exact_blocks_up_to_a_size() -> None:
-    """The first layer has 35 numbers with its bias, and the second 18."""
-    training = problem("linear")[1]
-    for most, exact in ((17, []), (18, [18]), (34, [18]), (35, [35, 18])):
-        blocks = fitted(training, most).facts["blocks"]
-        assert [told for told in blocks.values() if "exact" in told] == [
-            f"exact, {size} x {size}" for size in exact
-        ]
-
-
-def test_ekfac_weight_used_in_slices() -> None:
-    torch.manual_seed(1)
-    tokens, labels = torch.randint(7, (N, 5)), torch.randint(7, (N,))
-    training = examples(Tied().double(), cross_entropy, tokens, labels)
-    method, flat = fitted(training, damping=0.01), training.flat
-    unit = torch.eye(flat.size, dtype=torch.float64)
-    inverse = flat.join(method.precondition(flat.split(unit))).numpy()
-    assert (
-        np.abs(
-            inverse @ (dense(method.blocks, flat) + 0.01 * np.eye(flat.size)) * N - np.eye(flat.size)
-        ).max()
-        < 1e-10
-    )
-
-
-def test_ekfac_another_relative_damping() -> None:
-    _, training, queries = problem("convolution")
-    found = matrix_of(fitted(training, fisher="empirical", relative_damping=0.5), queries)[""].numpy()
-    assert np.abs(found - oracle("convolution", 0.5)).max() < 1e-12
 
 
 def test_ekfac_facts() -> None:
@@ -232,7 +183,7 @@ def test_ekfac_singular_block_refused() -> None:
     with pytest.raises(InfluenceError, match=r"curvature of 2\.weight \+ 2\.bias has no inverse") as error:
         fitted(training, fisher="empirical", damping=0.0)
     advised = float(str(error.value).split("method.damping: ")[1].split(",")[0])
-    assert torch.isfinite(matrix_of(fitted(training, fisher="empirical", damping=advised), queries)[""]).all()
+    assert torch.isfinite(matrix_of(fitted(training, fisher="empirical", damping=advised), queries)).all()
 
 
 def test_ekfac_unused_layer_refused() -> None:
@@ -255,7 +206,7 @@ def test_ekfac_rotated_gradients_or_rotated_vectors(case: str) -> None:
     """Both orders of a product with multiplied vectors give the inner products of materialised ones."""
     _, training, queries = problem(case)
     scores = fitted(training)
-    plain = torch.cat([block.scores[""] for block in Preconditioned.scores(scores, queries)]).cpu()
+    plain = torch.cat([block.scores for block in Preconditioned.scores(scores, queries)]).cpu()
     for block, inverse in zip(scores.blocks, scores._inverses, strict=True):
         values = torch.cat(
             [each[""] for _, each in queries.each(lambda g: {"": block.multiplied(g, inverse)})]  # noqa: B023

@@ -25,7 +25,7 @@ from tests.engine.influence.problems import (
     gradient_rows,
     mlp,
 )
-from tests.engine.influence.runs import fit, layer_scores, scores, self_influence
+from tests.engine.influence.runs import fit, scores, self_influence
 
 INPUTS, LABELS = classified(40)
 QUERIES, QUERY_LABELS = classified(7, seed=5)
@@ -62,47 +62,6 @@ def test_exact_scores_equal_damped_inverse(curvature: Any) -> None:
     own, norms = self_influence(fitted)
     np.testing.assert_allclose(own, np.einsum("np,pq,nq->n", ROWS, matrix, ROWS), rtol=1e-10)
     np.testing.assert_allclose(norms, np.linalg.norm(ROWS @ matrix, axis=1), rtol=1e-10)
-
-
-def test_exact_relative_damping() -> None:
-    fitted = fit(Influence(relative_damping=0.25, weight_decay=0.5), training())
-    values = np.linalg.eigvalsh(CURVATURES["gauss_newton"]) / 40
-    assert fitted.facts["solver"] == "exact"
-    assert fitted.facts["mean_eigenvalue"] == pytest.approx(values.mean(), rel=1e-12)
-    assert fitted.facts["damping"] == pytest.approx(0.25 * values.mean(), rel=1e-12)
-    assert fitted.facts["largest_eigenvalue"] == pytest.approx(values[-1], rel=1e-10)
-    assert fitted.facts["smallest_eigenvalue"] == pytest.approx(0, abs=1e-14)
-    shift = 0.25 * values.mean() + 0.5
-    assert fitted.facts["condition"] == pytest.approx((values[-1] + shift) / shift, rel=1e-10)
-
-
-@pytest.mark.parametrize("per", ["parameter", "module"])
-def test_exact_scores_by_layer(per: Any) -> None:
-    fitted = fit(Influence(damping=0.1), training())
-    prepared = QUERY_ROWS @ inverse("gauss_newton", 0.1, 0)
-    columns = training().flat.columns
-    result = layer_scores(fitted, queries(), per)
-    assert set(result) == ({"0.weight", "0.bias", "2.weight", "2.bias"} if per == "parameter" else {"0", "2"})
-    for label, part in result.items():
-        own = [where for name, where in columns.items() if name == label or name.startswith(f"{label}.")]
-        want = sum(ROWS[:, where] @ prepared[:, where].T for where in own)
-        np.testing.assert_allclose(part, want, rtol=0, atol=1e-11)
-    np.testing.assert_allclose(sum(result.values()), scores(fitted, queries()), rtol=0, atol=1e-11)
-
-
-def test_exact_damping_again_shares_curvature() -> None:
-    first = fit(Influence(damping=0.1), training())
-    before = scores(first, queries())
-    second, third = first.damped(Damping(0.7)), first.damped(Damping(None, 2.0))
-    np.testing.assert_array_equal(
-        scores(second, queries()), scores(fit(Influence(damping=0.7), training()), queries())
-    )
-    np.testing.assert_array_equal(
-        scores(third, queries()), scores(fit(Influence(relative_damping=2.0), training()), queries())
-    )
-    np.testing.assert_array_equal(scores(first, queries()), before)
-    assert second.matrix is first.matrix
-    assert (first.facts["damping"], second.facts["damping"]) == (0.1, 0.7)
 
 
 def test_exact_extreme_eigenvalues_of_large_matrix() -> None:

@@ -57,23 +57,9 @@ def test_first_order_dot_products_equal_the_loop(data: Any, chunk_size: int) -> 
     training, queries = both(model, data, chunk_size=chunk_size)
     expected = loop(model, *data[:2]) @ loop(model, *data[2:]).T
     fitted = GradientDot().fit(training, Checkpoint())
-    torch.testing.assert_close(matrix_of(fitted, queries)[""], expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(matrix_of(fitted, queries), expected, rtol=1e-10, atol=1e-12)
     own = torch.cat([block.self_influence for block in fitted.self_influence()])
     torch.testing.assert_close(own, loop(model, *data[:2]).square().sum(1), rtol=1e-10, atol=1e-12)
-
-
-def test_first_order_layers_add_up(data: Any) -> None:
-    model = network()
-    training, queries = both(model, data, chunk_size=4)
-    fitted = GradientDot().fit(training, Checkpoint())
-    layers = matrix_of(fitted, queries, "module")
-    assert list(layers) == ["0", "3", "5"]
-    one = (
-        loop(model, *data[:2], names=("3.weight", "3.bias"))
-        @ loop(model, *data[2:], names=("3.weight", "3.bias")).T
-    )
-    torch.testing.assert_close(layers["3"], one, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(sum(layers.values()), matrix_of(fitted, queries)[""], rtol=1e-10, atol=1e-12)
 
 
 def test_first_order_cosines_equal_the_loop(data: Any) -> None:
@@ -88,7 +74,7 @@ def test_first_order_cosines_equal_the_loop(data: Any) -> None:
     labels = y.clone()
     labels[-1] = -1
     fitted = GradientCosine().fit(examples(model, loss, x, labels, chunk_size=4), Checkpoint())
-    result = matrix_of(fitted, examples(model, loss, xq, yq))[""]
+    result = matrix_of(fitted, examples(model, loss, xq, yq))
     expected = nn.functional.cosine_similarity(loop(model, x, y)[:, None], loop(model, xq, yq)[None], dim=2)
     torch.testing.assert_close(result[:-1], expected[:-1], rtol=1e-10, atol=1e-12)
     assert result[-1].isnan().all()
@@ -112,11 +98,11 @@ def test_first_order_tracin_learning_rates(data: Any) -> None:
     ]
     joined = list(joined_scores(TracIn(), fitted, [queries for _, queries in pairs]))
     torch.testing.assert_close(
-        torch.cat([block.scores[""] for block in joined]), torch.as_tensor(expected), rtol=1e-10, atol=1e-12
+        torch.cat([block.scores for block in joined]), torch.as_tensor(expected), rtol=1e-10, atol=1e-12
     )
-    alone = torch.stack([torch.cat([block.single[number][""] for block in joined]) for number in (0, 1)])
+    alone = torch.stack([torch.cat([block.single[number] for block in joined]) for number in (0, 1)])
     torch.testing.assert_close(alone.sum(0), torch.as_tensor(expected), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(torch.cat([block.spread("") for block in joined]), alone.std(0))
+    torch.testing.assert_close(torch.cat([block.spread for block in joined]), alone.std(0))
 
 
 def scaled_by(model: nn.Module, data: Any, squares: torch.Tensor) -> torch.Tensor:
@@ -133,7 +119,7 @@ def test_first_order_tracin_of_adam_takes_the_saved_squares(data: Any) -> None:
         training, Checkpoint(0, 0.5, second_moments=lambda: squares)
     )
     torch.testing.assert_close(
-        matrix_of(fitted, queries)[""], scaled_by(model, data, flat), rtol=1e-10, atol=1e-12
+        matrix_of(fitted, queries), scaled_by(model, data, flat), rtol=1e-10, atol=1e-12
     )
     assert fitted.facts["second_moments"] == "the optimiser's state beside the checkpoint"
     own = torch.cat([block.self_influence for block in fitted.self_influence()])
@@ -149,7 +135,7 @@ def test_first_order_tracin_of_adam_estimates_the_squares_of_batches(data: Any) 
     squares = ((rows[:, None] + rows[None]) / 2).square().mean((0, 1))
     fitted = TracIn(optimizer="adam", batch_size=2).fit(training, Checkpoint(0, 0.5))
     torch.testing.assert_close(
-        matrix_of(fitted, queries)[""], scaled_by(model, data, squares), rtol=1e-8, atol=1e-12
+        matrix_of(fitted, queries), scaled_by(model, data, squares), rtol=1e-8, atol=1e-12
     )
 
 

@@ -5,7 +5,6 @@ without the training data.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -59,7 +58,7 @@ def built(path: Path, spec: IndexSpec, *training: Examples, **options: Any) -> G
 
 def by_index(method: Method, store: GradientIndex, queries: Examples) -> torch.Tensor:
     untouched = Examples(queries.objective, lambda start, stop: pytest.fail("training data were read"), N)
-    return matrix_of(from_index(method, store).fit(untouched, Checkpoint(learning_rate=0.25)), queries)[""]
+    return matrix_of(from_index(method, store).fit(untouched, Checkpoint(learning_rate=0.25)), queries)
 
 
 # -- The answers ---------------------------------------------------------------------------------------------
@@ -76,7 +75,7 @@ def test_index_of_materialised_gradients_equals_method(tmp_path: Path, method: M
     store = built(
         tmp_path, IndexSpec(projection="none", dtype="float64", rows_per_shard=5, features=features), training
     )
-    expected = matrix_of(method.fit(training, Checkpoint(learning_rate=0.25)), queries)[""]
+    expected = matrix_of(method.fit(training, Checkpoint(learning_rate=0.25)), queries)
     torch.testing.assert_close(by_index(method, store, queries), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -125,16 +124,6 @@ def test_index_self_influence(tmp_path: Path) -> None:
         list(from_index(GradientCosine(), store).fit(training, Checkpoint()).self_influence())
 
 
-def test_index_scores_by_layer(tmp_path: Path) -> None:
-    training, queries = both(network())
-    store = built(tmp_path, EXACT, training)
-    result = matrix_of(from_index(GradientDot(), store).fit(training, Checkpoint()), queries, "module")
-    expected = matrix_of(GradientDot().fit(training, Checkpoint()), queries, "module")
-    assert list(result) == list(expected)
-    for label in expected:
-        torch.testing.assert_close(result[label], expected[label], rtol=1e-10, atol=1e-12)
-
-
 @settings(max_examples=6)
 @given(st.integers(1, N + 2), st.integers(1, N + 2), st.integers(1, 60))
 def test_index_independent_of_chunks_shards_and_blocks(
@@ -146,7 +135,7 @@ def test_index_independent_of_chunks_shards_and_blocks(
         store = built(tmp_path_factory.mktemp("index"), spec, training)
         result = by_index(ProjectedInfluence(), store, queries)
     whole, _ = both(network(), chunk_size=N)
-    expected = matrix_of(ProjectedInfluence(dimension=9).fit(whole, Checkpoint()), queries)[""]
+    expected = matrix_of(ProjectedInfluence(dimension=9).fit(whole, Checkpoint()), queries)
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -177,20 +166,6 @@ def test_index_rounding_of_numbers(dtype: Any, exponent: int, columns: int) -> N
         (back.weight, block.weight),
     ):
         assert kept.equal(given_)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dtype", list(ROUNDING))
-def test_index_rounding_of_scores(tmp_path: Path, dtype: Any) -> None:
-    training, queries = both(network())
-    store = built(tmp_path, IndexSpec(projection="none", dtype=dtype), training)
-    g, q = training.materialise(), queries.materialise()
-    # of |<g', q> - <g, q>|: the sum of |q| times half a unit in the last place of the row's largest number
-    bound = g.abs().amax(1, keepdim=True) * q.abs().sum(1) * ROUNDING[dtype] + 1e-14
-    assert ((by_index(GradientDot(), store, queries) - g @ q.T).abs() <= bound).all()
-    kept = sum(file.stat().st_size for file in tmp_path.rglob("gradients-*.safetensors"))
-    # beside the numbers of a row an exponent, loss, squared norm, and int8's scale for each of 4 parameters
-    beside = len(g) * (2 + 8 + 8 + (16 if dtype == "int8" else 0))
-    assert kept < g.numel() * {"float64": 8, "float32": 4, "int8": 1}.get(dtype, 2) + beside + 600
 
 
 # -- Building ------------------------------------------------------------------------------------------------
@@ -238,22 +213,6 @@ def test_index_resume_of_killed_build(tmp_path: Path) -> None:
     nothing: list[Any] = []
     go(tmp_path / "whole", nothing.append)
     assert nothing == []
-
-
-def test_index_resume_rebuilds_lost_shards(tmp_path: Path) -> None:
-    training, queries = both(network(), chunk_size=2)
-    store = built(tmp_path, replace(EXACT, rows_per_shard=2), training)
-    before = by_index(GradientDot(), store, queries)
-    times = {path: path.stat().st_mtime_ns for path in (store.file(0, 1), store.file(0, 3))}
-    store.file(0, 0).unlink()
-    store.file(0, 2).unlink()
-    reads: list[tuple[int, int]] = []
-    build_index(store, lambda number: counting(training, lambda *rows: reads.append(rows)))
-    torch.testing.assert_close(
-        by_index(GradientDot(), GradientIndex.open(tmp_path), queries), before, rtol=0, atol=0
-    )
-    assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert max(reads) <= (6, 8)  # at most one chunk is read ahead
 
 
 def test_index_nonfinite_rows(tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from psgrad.engine.execution.output_rows import gauss_newton_rows
 from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerBlock
 from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
 from psgrad.errors import InfluenceError
-from tests.engine.influence.kronecker_blocks import Tied, dense
+from tests.engine.influence.kronecker_blocks import Tied
 from tests.engine.influence.problems import (
     classified,
     cross_entropy,
@@ -123,17 +122,6 @@ def test_kronecker_tied_table_basis() -> None:
         assert torch.allclose(turned, turned.diagonal().diag(), atol=1e-12 * float(moment.detach().trace()))
 
 
-def test_kronecker_exact_for_one_sample() -> None:
-    inputs, labels = classified(1)
-    model = mlp()
-    training = examples(model, cross_entropy, inputs, labels)
-    expected = gauss_newton(model, cross_entropy, inputs, labels)
-    result = dense(fit_blocks(gauss_newton_rows(training), 1), training.flat)
-    for owner in ("0", "2"):
-        own = np.r_[training.flat.columns[f"{owner}.weight"], training.flat.columns[f"{owner}.bias"]]
-        assert np.abs((result - expected)[np.ix_(own, own)]).max() < 1e-12 * np.abs(expected).max()
-
-
 @pytest.mark.long
 def test_kronecker_sampled_rows_unbiased() -> None:
     """Signs e with e_k e_l = 0 on average: over many draws what is left falls as one over their root."""
@@ -148,25 +136,6 @@ def test_kronecker_sampled_rows_unbiased() -> None:
 
     assert error(6400) < 0.03
     assert error(6400) < error(64) / 3
-
-
-@pytest.mark.long
-def test_kronecker_sampled_rows_seed() -> None:
-    inputs, labels = classified(7)
-    model = mlp()
-    of = {
-        (size, seed): (
-            fisher_rows(
-                examples(model, cross_entropy, inputs, labels, chunk_size=size), 2, seed
-            ).materialise()
-        )
-        for size in (1, 4, 7)
-        for seed in (0, 1)
-    }
-    for size in (1, 4):
-        assert torch.allclose(of[size, 0], of[7, 0], rtol=0, atol=1e-13)
-    assert (of[7, 0] - of[7, 1]).abs().max() > 0.01
-    assert (of[7, 0][::2] - of[7, 0][1::2]).abs().max() > 0.01
 
 
 def test_kronecker_nonfinite_gradients_refused() -> None:

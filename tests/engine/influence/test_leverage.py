@@ -25,7 +25,7 @@ from tests.engine.influence.problems import (
     ridge,
     squared_error,
 )
-from tests.engine.influence.runs import fit, layer_scores, scores, self_influence
+from tests.engine.influence.runs import fit, scores, self_influence
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -80,8 +80,6 @@ def test_leverage_scores_equal_one_newton_step(name: str, solver: Any) -> None:
     fitted = fit(method, training)
     np.testing.assert_allclose(scores(fitted, queries), steps @ query_rows.T, rtol=0, atol=1e-11)
     np.testing.assert_allclose(self_influence(fitted)[0], (steps * rows).sum(1), rtol=1e-10)
-    parts = layer_scores(fitted, queries, "module")
-    np.testing.assert_allclose(sum(parts.values()), steps @ query_rows.T, rtol=0, atol=1e-11)
     assert 0.1 < fitted.facts["largest_leverage"] < 1
 
 
@@ -145,22 +143,6 @@ def test_leverage_of_one_refused(solver: Any) -> None:
     assert [row for row in range(12) if np.isnan(self_influence(fitted)[1][row])] == [5]
     assert np.isfinite(np.delete(result, 5, axis=0)).all()
     assert np.isfinite(np.delete(self_influence(fitted)[0], 5)).all()
-    parts = layer_scores(fitted, training, "parameter")
-    assert all(np.isnan(part[5]).all() for part in parts.values())
-
-
-@pytest.mark.long
-def test_leverage_of_one_without_damping_refused() -> None:
-    inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
-    inputs[:, 2] = 0.0
-    inputs[5, 2] = 1.0  # no other row determines the third weight
-    targets = torch.randn(12, 1, generator=torch.Generator().manual_seed(1)).double()
-    training = examples(linear(ridge(inputs, targets, 0.0)), squared_error, inputs, targets)
-    messages: list[str] = []
-    fitted = fit(Influence(), training, messages)
-    assert fitted.facts["damping"] == 0
-    assert np.isnan(scores(fitted, training)[5]).all()
-    assert any(line.startswith("without row 5 the training problem has no solution") for line in messages)
 
 
 @pytest.mark.long
@@ -183,24 +165,3 @@ def test_leverage_by_output_scores(solver: Any, leverage: bool) -> None:
     )
     queries = examples(model, criterion, -inputs[:4], labels[:4])
     np.testing.assert_allclose(scores(fitted, queries), want.numpy(), rtol=0, atol=1e-11)
-    with pytest.raises(InfluenceError, match="scores by the query's output don't split into layers"):
-        layer_scores(fitted, queries, "module")
-
-
-@pytest.mark.long
-def test_leverage_by_output_of_one_number() -> None:
-    """As of a binary classifier that returns [n]."""
-    wide, (inputs, _) = nn.Linear(6, 1).double(), classified(15)
-    labels = (inputs[:, 0] > 0).double()
-    bare = nn.Sequential(wide, nn.Flatten(0))
-
-    def logistic(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.binary_cross_entropy_with_logits(output.squeeze(), target.squeeze())
-
-    method = Influence(damping=0.03, change="output")
-    result = []
-    for model in (wide, bare):
-        fitted = fit(method, examples(model, logistic, inputs, labels))
-        result.append(scores(fitted, examples(model, logistic, -inputs[:4], labels[:4])))
-    np.testing.assert_allclose(result[1], result[0], rtol=0, atol=1e-13)
-    assert np.abs(result[0]).min() > 0

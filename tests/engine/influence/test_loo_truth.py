@@ -199,19 +199,6 @@ def test_influence_fewer_rows_than_one_newton_step_serves_are_not_calibrated() -
 
 
 @pytest.mark.long
-def test_influence_default_options_by_layer_have_slope_one(truth: Truth) -> None:
-    """Scores by layer are to first order in the query's output, and add up."""
-    parts = [
-        block.scores
-        for block in fit(Influence(weight_decay=WEIGHT_DECAY), truth.training).scores(
-            truth.queries, "parameter"
-        )
-    ]
-    total = torch.cat([torch.stack(list(part.values())).sum(0) for part in parts]).numpy()[truth.removed]
-    assert abs(linregress(total.ravel(), truth.rises.ravel()).slope - 1) < 0.02
-
-
-@pytest.mark.long
 def test_influence_wrong_weight_decay_is_not_calibrated(truth: Truth) -> None:
     """Of another weight decay than that of training the weights are no minimum."""
     for wrong in (0.1 * WEIGHT_DECAY, 2 * WEIGHT_DECAY):

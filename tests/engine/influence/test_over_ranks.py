@@ -14,10 +14,7 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.output_rows import gauss_newton_rows
-from psgrad.engine.gradients.layout import AxisLayout, AxisSlice
 from psgrad.engine.influence.curvature.curvature_products import PassProducts, curvature_products
-from psgrad.engine.influence.curvature.kronecker_factors import FactorSums, Form, Tie
 from psgrad.engine.influence.index.build import build_index, from_index
 from psgrad.engine.influence.index.stored_index import IndexSpec, describe
 from psgrad.engine.influence.method import Checkpoint, Method, row_norms
@@ -25,7 +22,7 @@ from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
-from psgrad.errors import DistributedError, InfluenceError
+from psgrad.errors import InfluenceError
 from psgrad.plugins import METHODS, own_classes
 from psgrad.run.gradient_index import GradientIndex
 from tests.engine.execution.thread_ranks import ThreadRank, by_ranks
@@ -77,7 +74,7 @@ def found_by(method: Method, processes: Any = None) -> dict[str, np.ndarray]:
     fitted = method.fit(training, Checkpoint(learning_rate=0.1))
     blocks = list(fitted.scores(queries))
     assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])]
-    found = {"scores": torch.cat([block.scores[""] for block in blocks]).numpy()}
+    found = {"scores": torch.cat([block.scores for block in blocks]).numpy()}
     if fitted.has_self_influence or fitted.solver() is not None:
         own = list(fitted.self_influence())
         found["own"] = torch.cat([block.self_influence for block in own]).numpy()
@@ -143,22 +140,10 @@ def test_more_ranks_than_rows() -> None:
     def found(rank: ThreadRank | None) -> np.ndarray:
         training, queries = (replace(part, count=2) for part in problem(rank))
         blocks = method.fit(training, Checkpoint()).scores(queries)
-        return torch.cat([block.scores[""] for block in blocks]).numpy()
+        return torch.cat([block.scores for block in blocks]).numpy()
 
     for each in by_ranks(5, found):
         np.testing.assert_allclose(each, found(None), rtol=1e-9)
-
-
-@pytest.mark.sweep
-def test_rows_of_an_output_keep_their_places_over_ranks() -> None:
-    def found(rank: ThreadRank | None) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = gauss_newton_rows(problem(rank)[0])
-        return rows.materialise(), rows.fold(lambda gradients: gradients.square_norms().sum())
-
-    wanted, total = found(None)
-    for each, sums in by_ranks(3, found):
-        torch.testing.assert_close(each, wanted, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(sums, total, rtol=1e-12, atol=0)
 
 
 def test_ranks_take_as_many_rows_at_once_as_the_first() -> None:
@@ -168,24 +153,6 @@ def test_ranks_take_as_many_rows_at_once_as_the_first() -> None:
         return training.stream.chunk_size
 
     assert by_ranks(3, found) == [CHUNK] * 3
-
-
-def test_sums_of_factors_are_sent_as_tensors() -> None:
-    """A tie holds where it holds on both; a use that one rank alone has seen is kept."""
-    layout = AxisLayout((2, 3), (1, 0), (3, 2), (AxisSlice(0, 3), AxisSlice(1, 6)))
-    use, other = ("w", Form(layout, (1, 3, 2))), ("v", Form(None, (1, 1, 4)))
-    ties = [Tie("b", use, "left"), Tie("c", use, "right")]
-    one = FactorSums({use: {"left": torch.ones(1, 3, 3)}}, dict.fromkeys(ties, True))
-    two = FactorSums(
-        {use: {"left": torch.ones(1, 3, 3)}, other: {"right": torch.ones(1, 4, 4)}},
-        {ties[0]: True, ties[1]: False},
-    )
-    for first, second in ((one, two), (two, one)):
-        whole = FactorSums.of_state(first.state(), torch.device("cpu"))
-        whole.add(FactorSums.of_state(second.state(), torch.device("cpu")))
-        assert whole.ties == {ties[0]: True, ties[1]: False}
-        assert set(whole.moments) == {use, other}
-        torch.testing.assert_close(whole.moments[use]["left"], torch.full((1, 3, 3), 2.0))
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
@@ -204,28 +171,6 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
         return str(len(row_norms(training).losses))
 
     assert by_ranks(3, found) == [str(ROWS)] * 3
-
-
-def test_a_pass_in_a_query_is_refused() -> None:
-    """Ranks have different chunks: a pass for one of them would take rows of another chunk's ranks."""
-
-    def found(rank: ThreadRank) -> None:
-        training, queries = problem(rank)
-        list(training.each(lambda gradients: {"norms": row_norms(queries).norms}))
-
-    with pytest.raises(DistributedError, match="while it computes its share of a pass"):
-        by_ranks(2, found)
-
-
-def test_ranks_that_take_different_steps_end_with_an_error() -> None:
-    def found(rank: ThreadRank) -> None:
-        training = problem(rank)[0]
-        if rank.rank == 1:
-            training.free_bytes()
-        row_norms(training)
-
-    with pytest.raises(DistributedError, match="at different places"):
-        by_ranks(2, found)
 
 
 @pytest.mark.parametrize("features", ["loss", "margin"])
@@ -254,7 +199,7 @@ def test_index_by_ranks_is_that_of_one_process(tmp_path: Path, features: Any) ->
         store = GradientIndex.open(tmp_path / name)
         training, queries = problem(rank)
         fitted = from_index(ProjectedInfluence(), store).fit(training, Checkpoint())
-        return torch.cat([block.scores[""] for block in fitted.scores(queries)]).numpy()
+        return torch.cat([block.scores for block in fitted.scores(queries)]).numpy()
 
     wanted = answered("one", None)
     for each in by_ranks(3, lambda rank: answered("three", rank)):

@@ -52,7 +52,7 @@ def test_ranking_in_blocks(n: int, m: int, k: int, size: int, seed: int, distinc
 def blocks_of(scores: torch.Tensor, sizes: list[int]) -> list[ScoreBlock]:
     starts = np.cumsum([0, *sizes])
     return [
-        ScoreBlock(a, b, {"": scores[a:b]}, scores[a:b, 0])
+        ScoreBlock(a, b, scores[a:b], scores[a:b, 0])
         for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     ]
 
@@ -67,21 +67,21 @@ def test_ranking_streams_with_different_chunks() -> None:
         (8, 10, 8, 10),
     ]
     for place, whole in enumerate((first, second)):
-        assert torch.equal(torch.cat([pair[place].scores[""] for pair in joined]), whole)
+        assert torch.equal(torch.cat([pair[place].scores for pair in joined]), whole)
         assert torch.equal(torch.cat([pair[place].weights for pair in joined]), whole[:, 0])
 
 
 def test_ranking_over_checkpoints() -> None:
     scores = [torch.randn(5, 3, dtype=torch.float64) for _ in range(3)]
-    blocks = [ScoreBlock(0, 5, {"": each}) for each in scores]
-    assert torch.allclose(GradientDot().across(blocks)[""], sum(scores) / 3)
-    assert torch.allclose(TracIn().across(blocks)[""], sum(scores))
+    blocks = [ScoreBlock(0, 5, each) for each in scores]
+    assert torch.allclose(GradientDot().across(blocks), sum(scores) / 3)
+    assert torch.allclose(TracIn().across(blocks), sum(scores))
 
 
 def test_ranking_averages_matrix_and_weights() -> None:
     scores, weights = torch.randn(2, 5, 3, dtype=torch.float64), torch.rand(2, 5, dtype=torch.float64)
-    blocks = [ScoreBlock(0, 5, {"": s}, w) for s, w in zip(scores, weights, strict=True)]
-    assert torch.allclose(GradientDot().across(blocks)[""], scores.mean(0) * weights.mean(0).unsqueeze(1))
+    blocks = [ScoreBlock(0, 5, s, w) for s, w in zip(scores, weights, strict=True)]
+    assert torch.allclose(GradientDot().across(blocks), scores.mean(0) * weights.mean(0).unsqueeze(1))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from tests.engine.influence.problems import (
     gradient_rows,
     linear,
     mlp,
-    squared_error,
 )
 from tests.engine.influence.runs import fit, scores
 
@@ -180,43 +179,3 @@ def test_removal_check_nonfinite_objective() -> None:
     assert all(
         torch.equal(result.params[name][0].to(value), value) for name, value in training.params.items()
     )
-
-
-def test_removal_check_nonfinite_gradients() -> None:
-    inputs, labels = classified(50)
-    model = mlp()
-    with torch.no_grad():
-        next(model.parameters())[0, 0] = torch.nan
-    training = examples(model, cross_entropy, inputs, labels)
-    assert not continued(Overflowing(training), [5], 0.0).converged
-
-
-class OnceTooLong(Preconditioned):
-    """The inverse curvature of least squares with these inputs, whose first step is 200 times too long."""
-
-    calls = 0
-
-    def precondition(self, vectors: Vectors) -> Vectors:
-        inputs = self.training.stream.load(0, self.training.count)[0]
-        inverse = torch.linalg.inv(inputs[0].T @ inputs[0])
-        self.calls += 1
-        return {
-            name: (200 if self.calls == 1 else 1) * value.double() @ inverse
-            for name, value in vectors.items()
-        }
-
-
-def test_removal_check_step_size_grows_again() -> None:
-    torch.manual_seed(0)
-    inputs, targets = torch.randn(40, 6, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
-    model = torch.nn.Linear(6, 2, bias=False, dtype=torch.float64)
-    whole = torch.linalg.lstsq(inputs, targets).solution.T
-    with torch.no_grad():
-        model.weight.copy_(whole)
-    training = examples(model, squared_error, inputs, targets)
-    result = continued(OnceTooLong(training), [5], 0.0, steps=30)
-    assert result.converged
-    assert 0.2 < result.length < 1
-    kept = torch.arange(40) != 5
-    without = torch.linalg.lstsq(inputs[kept], targets[kept]).solution.T
-    np.testing.assert_allclose(result.params["weight"].numpy(), torch.stack([whole, without]), atol=1e-6)

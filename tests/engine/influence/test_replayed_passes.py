@@ -13,14 +13,11 @@ from torch import Tensor, nn
 
 from psgrad.engine.execution.chunk_replay import NOT_REPLAYED, ReplayCounts
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.output_rows import gauss_newton_rows
 from psgrad.engine.influence.continued import slopes_without
 from psgrad.engine.influence.curvature.curvature_products import PassProducts
 from psgrad.engine.influence.curvature.matrices import loss_hessian
 from psgrad.engine.influence.damping_choice import _Trial
 from psgrad.engine.influence.method import Checkpoint, Method
-from tests.engine.execution.test_ladder import TINY, with_limit
-from tests.engine.execution.thread_ranks import by_ranks
 from tests.engine.influence.problems import cross_entropy, examples
 from tests.engine.influence.test_over_ranks import FITS
 
@@ -47,7 +44,7 @@ def problem(counts: ReplayCounts | None, processes: Any = None) -> tuple[Example
 def scores(method: Method, counts: ReplayCounts | None, processes: Any = None) -> np.ndarray:
     training, queries = problem(counts, processes)
     fitted = method.fit(training, Checkpoint(learning_rate=0.1))
-    return torch.cat([block.scores[""] for block in fitted.scores(queries)]).numpy()
+    return torch.cat([block.scores for block in fitted.scores(queries)]).numpy()
 
 
 QUICK = ("fisher", "ekfac of the empirical Fisher", "gradient_dot", "projected_influence")
@@ -69,17 +66,6 @@ def test_most_chunks_of_a_method_are_replayed(name: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11 * np.abs(expected).max())
     assert counts.replayed > 0.5 * counts.chunks
     assert not counts.reasons
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["ekfac", "conjugate_gradient", "projected_influence"])
-def test_chunks_of_each_rank_are_replayed(name: str) -> None:
-    counts = [ReplayCounts(), ReplayCounts()]
-    found = by_ranks(2, lambda rank: scores(FITS[name], counts[rank.rank], rank))
-    expected = scores(FITS[name], None)
-    for each, of_rank in zip(found, counts, strict=True):
-        np.testing.assert_allclose(each, expected, rtol=1e-9, atol=1e-11 * np.abs(expected).max())
-        assert of_rank.replayed > 0.3 * of_rank.chunks
 
 
 def hessian_products(training: Examples) -> Tensor:
@@ -139,35 +125,3 @@ def test_losses_of_several_models_are_replayed() -> None:
     found, expected = losses_of_steps(problem(counts)[0]), losses_of_steps(problem(None)[0])
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert counts.replayed > 0.3 * counts.chunks
-
-
-def texts(counts: ReplayCounts | None) -> Examples:
-    """Ragged texts, whose buckets are padded to few lengths where there are replays."""
-    ragged = with_limit("bert")
-    rows = ragged.rows([*np.random.default_rng(0).integers(3, 24, 60).tolist(), 39, 5])
-    options: dict[str, Any] = {"chunk_size": 6, "model_size": TINY, "capture": "off"}
-    if counts is not None:
-        options |= {"capture": "auto", "counts": counts}
-    return Examples(ragged.objective, lambda i, j: ragged.block(rows[i:j]), len(rows), options)
-
-
-def gauss_newton_norms(training: Examples) -> Tensor:
-    return torch.cat([found["square_norm"] for _, found in gauss_newton_rows(training).norms()])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("find", [losses, outputs, gauss_newton_norms])
-def test_chunks_of_ragged_texts_are_replayed(find: Callable[[Examples], Tensor]) -> None:
-    counts = ReplayCounts()
-    found, expected = find(texts(counts)), find(texts(None))
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
-    assert counts.replayed > 0.3 * counts.chunks
-
-
-@pytest.mark.long
-def test_sums_over_ragged_texts_are_not_replayed_for_that_reason() -> None:
-    counts = ReplayCounts()
-    found, expected = (slopes_at_other_weights(replace(texts(each), count=18)) for each in (counts, None))
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
-    assert counts.replayed == 0
-    assert counts.facts()["not_replayed"] == "sums of ragged rows are not filled"

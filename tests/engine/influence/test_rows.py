@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 from psgrad.engine.execution.output_derivatives import OutputDerivatives
-from psgrad.engine.execution.output_rows import gauss_newton_rows, jacobian_rows, output_factors
+from psgrad.engine.execution.output_rows import gauss_newton_rows, jacobian_rows
 from psgrad.engine.execution.row_grams import gram_matrix, inner_products
 from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import (
@@ -25,8 +23,6 @@ from tests.engine.influence.problems import (
     examples,
     gauss_newton,
     mlp,
-    output_hessians,
-    output_jacobians,
     squared_error,
 )
 
@@ -83,35 +79,6 @@ def test_output_rows_sum_to_gauss_newton_matrix(name: str, chunk_size: Any) -> N
     )
 
 
-def test_output_rows_of_a_sample_are_adjacent() -> None:
-    model, criterion, inputs, target = problems()["softmax"]
-    rows = gauss_newton_rows(examples(model, criterion, inputs, target, chunk_size=6))
-    jacobians, hessians = output_jacobians(model, inputs), output_hessians(model, criterion, inputs, target)
-    seen = 0
-    for where, result in rows.each(lambda gradients: {"rows": rows.flat.join(gradients.materialise())}):
-        assert where.start == seen
-        for number, own in enumerate(
-            result["rows"].reshape(-1, 3, rows.flat.size).numpy(), start=where.start // 3
-        ):
-            np.testing.assert_allclose(
-                own.T @ own, jacobians[number].T @ hessians[number] @ jacobians[number], rtol=0, atol=1e-13
-            )
-        seen = where.stop
-    assert seen == len(rows) == 21
-
-
-@settings(max_examples=15, deadline=None)
-@given(count=st.integers(1, 9), chunk_size=st.integers(1, 40), classes=st.integers(1, 5))
-def test_output_rows_jacobian_in_chunks(count: int, chunk_size: int, classes: int) -> None:
-    model = mlp(2, (4, 3, classes))
-    inputs, labels = classified(count, (4,), classes)
-    rows = jacobian_rows(examples(model, cross_entropy, inputs, labels, chunk_size=chunk_size))
-    want = output_jacobians(model, inputs).reshape(count * classes, -1)
-    np.testing.assert_allclose(rows.materialise().numpy(), want, rtol=0, atol=1e-13)
-    norms = torch.cat([result["square_norm"] for _, result in rows.norms()]).numpy()
-    np.testing.assert_allclose(norms, (want**2).sum(1), rtol=1e-12)
-
-
 def test_output_rows_gradients_of_selected_samples() -> None:
     model, criterion, inputs, target = problems()["softmax"]
     rows = gauss_newton_rows(examples(model, criterion, inputs, target))
@@ -135,18 +102,6 @@ def test_inner_products_of_rows_that_are_held_in_parts(kind: str, count: int, mo
     close = {"rtol": 1e-12, "atol": 1e-13}
     torch.testing.assert_close(gram_matrix(rows, most_bytes).cpu(), each @ each.t(), **close)
     torch.testing.assert_close(inner_products(rows, others, most_bytes).cpu(), each @ queries.t(), **close)
-
-
-@pytest.mark.parametrize("name", ["softmax", "squares", "binary"])
-def test_output_rows_coefficients(name: str) -> None:
-    model, criterion, inputs, target = problems()[name]
-    root, coefficients, gradient = output_factors(examples(model, criterion, inputs, target, chunk_size=3))
-    np.testing.assert_allclose(
-        (root @ root.transpose(1, 2)).numpy(), output_hessians(model, criterion, inputs, target), atol=1e-14
-    )
-    np.testing.assert_allclose(
-        (root @ coefficients.unsqueeze(2)).squeeze(2).numpy(), gradient.numpy(), rtol=0, atol=1e-12
-    )
 
 
 def test_output_rows_confident_predictions_float32() -> None:

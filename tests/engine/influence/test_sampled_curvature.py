@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows
-from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.errors import ConfigError
 from tests.engine.influence.problems import classified, cross_entropy, examples, gradient_rows, mlp
@@ -58,31 +57,6 @@ def test_sampled_curvature_equals_dense_solve_of_the_rows(
     np.testing.assert_allclose(norms, np.linalg.norm(steps, axis=0), rtol=1e-9)
 
 
-def test_sampled_curvature_many_draws_approach_gauss_newton() -> None:
-    training, queries, *_ = setup()
-    want = scores(fit(Influence(damping=DAMPING), training), queries)
-    few, many = (
-        np.abs(
-            scores(fit(Influence("sampled", damping=DAMPING, draws=draws), training), queries) - want
-        ).max()
-        for draws in (1, 1000)
-    )
-    assert many < 0.1 * np.abs(want).max()
-    assert many < 0.2 * few
-
-
-def test_sampled_curvature_draws_by_checkpoint_and_seed() -> None:
-    training, queries, *_ = setup()
-
-    def found(number: int, seed: int = 0) -> np.ndarray:
-        fitted = Influence("sampled", seed=seed).fit(training, Checkpoint(number))
-        return np.concatenate([block.scores[""].numpy() for block in fitted.scores(queries)])
-
-    np.testing.assert_array_equal(found(1), found(1))
-    assert np.abs(found(1) - found(2)).max() > 0
-    assert np.abs(found(1) - found(1, seed=1)).max() > 0
-
-
 def test_sampled_curvature_large_output() -> None:
     """A language model: 130 words at each of 6 positions, more numbers than the other curvatures take."""
     torch.manual_seed(0)
@@ -110,13 +84,6 @@ def test_sampled_curvature_ranks_only() -> None:
     fitted = fit(Influence("sampled", weight_decay=0.1), training)
     assert not fitted.calibrated
     assert "right on average alone" in str(fitted.facts["calibrated_because"])
-
-
-@pytest.mark.parametrize("of", [1, 2])
-def test_sampled_curvature_single_checkpoint_is_said(of: int) -> None:
-    said: list[str] = []
-    Influence("sampled").fit(setup()[0], Checkpoint(0, of=of, say=said.append))
-    assert any("average out over several checkpoints" in each for each in said) == (of == 1)
 
 
 def test_sampled_curvature_refuses_conjugate_gradients() -> None:

@@ -80,7 +80,7 @@ def test_token_scores_are_those_of_a_loop_over_tokens_and_add_up_to_the_score(cr
         wanted = sum(prepared[name].flatten(1) @ own[name].flatten(1).T for name in own)
         torch.testing.assert_close(scores, wanted[places], rtol=1e-9, atol=1e-12)
         assert (scores[:, 2] == 0).all()
-    whole = torch.cat([block.scores[""] for block in fitted.scores(examples)])[:, 1]
+    whole = torch.cat([block.scores for block in fitted.scores(examples)])[:, 1]
     torch.testing.assert_close(torch.stack([scores.sum() for scores in found]), whole, rtol=1e-9, atol=1e-12)
 
 

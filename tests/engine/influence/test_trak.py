@@ -124,54 +124,6 @@ def test_trak_two_checkpoints(data: Any) -> None:
 # -- What projections do -------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_trak_inner_products_unbiased_with_stated_variance(data: Any, kind: Any) -> None:
-    training, _ = both(network(), data)
-    gradients = training.stream.gradients(0, N)
-    exact = training.flat.join(gradients.materialise())
-    norms = exact.norm(dim=1)
-    result = []
-    for number in range(200):
-        p = Projector(kind, 9, 0, number, training.params)
-        rows = p(gradients)
-        result.append(((rows @ rows.T - exact @ exact.T) / norms / norms[:, None]).numpy())
-    errors = np.stack(result)
-    spread = errors.std(0)
-    assert (np.abs(errors.mean(0)) < 5 * spread / math.sqrt(len(errors))).all()
-    cosines = (exact @ exact.T / norms / norms[:, None]).numpy()
-    apart = np.abs(cosines) < 0.3
-    assert apart.any()
-    assert spread[apart].max() < 1.25 * p.noise * math.sqrt(1 + 0.3**2)  # 200 draws know a deviation to 5 %
-
-
-def test_trak_no_projection_of_few_parameters(data: Any) -> None:
-    training, _ = both(network(), data)
-    assert Projector("sparse", 73, 0, 0, training.params).projection is None
-    assert Projector("sparse", 72, 0, 0, training.params).width == 72
-    assert Projector("none", 5, 0, 0, training.params).width == 73
-
-
-@pytest.mark.parametrize("kind", ["none", "two-sided"])
-@pytest.mark.parametrize("per", ["parameter", "module"])
-def test_trak_scores_of_layers_add_up(data: Any, kind: Any, per: Any) -> None:
-    training, queries = both(network(), data)
-    fitted = TRAK(dimension=4, projection=kind).fit(training, Checkpoint())
-    layers = matrix_of(fitted, queries, per)
-    assert list(layers) == (
-        ["0.weight", "0.bias", "2.weight", "2.bias"] if per == "parameter" else ["0", "2"]
-    )
-    torch.testing.assert_close(
-        torch.stack(list(layers.values())).sum(0), matrix_of(fitted, queries)[""], rtol=1e-10, atol=1e-12
-    )
-
-
-def test_trak_scores_by_layer_of_shared_projection_refused(data: Any) -> None:
-    training, queries = both(network(), data)
-    with pytest.raises(InfluenceError, match="whose sparse projection adds all parameters up"):
-        list(TRAK(dimension=9).fit(training, Checkpoint()).scores(queries, "parameter"))
-
-
 # -- The margin ----------------------------------------------------------------------------------------------
 
 
@@ -192,28 +144,6 @@ def test_trak_weights_precision() -> None:
         model.weight.copy_(torch.tensor([[15.0, 0.0], [0.0, 1.0], [0.0, 0.0]]))
     result = weights_of(cross_entropy, model, torch.tensor([[1.0, 1.0]]), torch.tensor([0]))
     assert result == pytest.approx([1 / (1 + math.exp(15) / (math.e + 1))], rel=1e-9, abs=0)
-
-
-def test_trak_loss_gradient_from_margin(data: Any) -> None:
-    x, y, _, _ = data
-    scale = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
-
-    def weighted(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return scale[label] * F.cross_entropy(output[None], label[None])
-
-    model = network()
-    np.testing.assert_allclose(
-        weights_of(weighted, model, x, y), scale[y].numpy() * (1 - probabilities(model, x, y)), rtol=1e-10
-    )
-    training = examples(model, weighted, x, y, chunk_size=N)
-    p = Projector("none", 1, 0, 0, training.params)
-    (block,) = RowPass(training, p, "margin").blocks()
-    torch.testing.assert_close(
-        block.rows.double() * block.to_loss.unsqueeze(1), training.materialise(), rtol=1e-10, atol=1e-12
-    )
-    torch.testing.assert_close(block.square_norm, training.materialise().square().sum(1), rtol=1e-10, atol=0)
-    (plain,) = training.norms()
-    torch.testing.assert_close(block.loss, plain[1]["loss"], rtol=1e-12, atol=1e-14)
 
 
 def test_trak_ignored_label_has_no_gradient_and_no_weight(data: Any) -> None:
@@ -264,39 +194,6 @@ def test_trak_outputs_without_a_margin_are_refused(data: Any) -> None:
 # -- Ridge regression, where TRAK is exact -------------------------------------------------------------------
 
 
-def test_trak_on_ridge_regression() -> None:
-    torch.manual_seed(3)
-    x, y = torch.randn(20, 4, dtype=torch.float64), torch.randn(20, 1, dtype=torch.float64)
-    xq, yq = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 1, dtype=torch.float64)
-    penalty = 20 * 0.03
-
-    def solved(rows: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.solve(
-            x[rows].T @ x[rows] + penalty * torch.eye(4, dtype=torch.float64), x[rows].T @ y[rows]
-        )
-
-    everything = torch.arange(20)
-    model = nn.Linear(4, 1, bias=False).double()
-    with torch.no_grad():
-        model.weight.copy_(solved(everything).T)
-
-    def prediction(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return output.sum()
-
-    training, queries = examples(model, squared_error, x, y), examples(model, prediction, xq, yq)
-    result = scores_of(TRAK(damping=0.03), [training], [queries])
-    inverse = torch.linalg.inv(x.T @ x + penalty * torch.eye(4, dtype=torch.float64))
-    leverage = (x @ inverse * x).sum(1).numpy()
-    truth = (
-        torch.stack(
-            [(xq @ (solved(everything[everything != row]) - solved(everything)))[:, 0] for row in range(20)]
-        )
-        .detach()
-        .numpy()
-    )
-    assert_close(result / (1 - leverage)[:, None], truth)
-
-
 # -- Projected influence -------------------------------------------------------------------------------------
 
 
@@ -334,7 +231,7 @@ def test_trak_singular_moment_refused(data: Any, method: Any) -> None:
         method.fit(training, Checkpoint())
     enough = float(str(caught.value.hint).split("damping: ")[1].split(",")[0])
     fitted = type(method)(damping=enough).fit(training, Checkpoint())
-    assert matrix_of(fitted, queries)[""].isfinite().all()
+    assert matrix_of(fitted, queries).isfinite().all()
 
 
 def test_trak_nonfinite_rows(data: Any) -> None:
@@ -342,9 +239,9 @@ def test_trak_nonfinite_rows(data: Any) -> None:
     spoilt = x.clone()
     spoilt[4] = torch.nan
     training, queries = both(network(), (spoilt, y, xq, yq))
-    result = matrix_of(ProjectedInfluence(damping=0.1).fit(training, Checkpoint()), queries)[""]
+    result = matrix_of(ProjectedInfluence(damping=0.1).fit(training, Checkpoint()), queries)
     keep = torch.arange(N) != 4
     without, _ = both(network(), (x[keep], y[keep], xq, yq))
-    expected = matrix_of(ProjectedInfluence(damping=0.1).fit(without, Checkpoint()), queries)[""]
+    expected = matrix_of(ProjectedInfluence(damping=0.1).fit(without, Checkpoint()), queries)
     torch.testing.assert_close(result[keep], expected, rtol=1e-10, atol=1e-14)
     assert result[4].isnan().all()

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import spearmanr
 from torch import Tensor
 
 from psgrad.engine.measures.builtin import over_checkpoints
@@ -102,22 +101,6 @@ def test_checkpoints_nonfinite_sample() -> None:
         norms[others], plain_norms(models, F.cross_entropy, x, y)[1].mean(1)[others], rtol=1e-10, atol=0
     )
     assert norms[3].isnan()
-
-
-def test_checkpoints_grand_mean_and_deviation() -> None:
-    models = [perceptron(seed) for seed in range(3)]
-    x, y = vectors()
-    norms = plain_norms(models, F.cross_entropy, x, y)[1].numpy()
-    messages: list[str] = []
-    setting = replace(
-        of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3), say=messages.append
-    )
-    result = gathered(GraNd(), setting)
-    np.testing.assert_allclose(result.columns["grand"], norms.mean(1), rtol=1e-10)
-    np.testing.assert_allclose(result.columns["grand_std"], norms.std(1, ddof=1), rtol=1e-9)
-    np.testing.assert_allclose(result.numbers["rank_correlation"], spearmanr(norms).statistic, rtol=1e-9)
-    assert result.numbers["checkpoints"] == NAMES
-    assert messages == ([result.numbers["warning"]] if result.numbers["warning"] else [])
 
 
 def test_checkpoints_el2n_mean_and_deviation() -> None:

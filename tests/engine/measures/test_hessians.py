@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from psgrad.engine.measures.builtin.curvature import HessianTopEigenvalue, HessianTrace, extreme_eigenvalues
@@ -78,18 +76,6 @@ def test_hessian_trace_equals_hutchinson() -> None:
     )
 
 
-def test_hessian_trace_standard_error() -> None:
-    model, inputs, target = small()
-    inputs, target = tuple(x[:1].expand(400, -1) for x in inputs), target[:1].expand(400)
-    result = columns_of(
-        HessianTrace(probes=24), setting_of(model, F.cross_entropy, inputs, target), chunk_size=10**6
-    )
-    truth = dense(model, F.cross_entropy, tuple(x[:1] for x in inputs), target[:1])[0].diagonal().sum().cpu()
-    off = (result["hessian_trace"] - truth) / result["hessian_trace_error"]
-    assert abs(float(off.mean())) < 5 / math.sqrt(400)  # unbiased, but for the skew of a ratio
-    assert 0.8 < float(off.std()) < 1.3
-
-
 def test_hessian_ritz_values_and_residuals() -> None:
     model, inputs, target = small()
     values = torch.linalg.eigvalsh(dense(model, F.cross_entropy, inputs, target)).cpu()
@@ -132,27 +118,6 @@ def test_hessian_products_of_every_architecture(architecture: Architecture) -> N
         )
 
 
-@pytest.mark.sweep
-@settings(deadline=None, max_examples=8)
-@given(chunk=st.integers(1, 40), start=st.integers(0, N - 1))
-def test_hessian_independent_of_chunks_and_resume(chunk: int, start: int) -> None:
-    model, inputs, target = small()
-    setting = setting_of(model, F.cross_entropy, inputs, target)
-    for measure in (HessianTrace(probes=3), HessianTopEigenvalue(iterations=3)):
-        whole, part = columns_of(measure, setting, 10**6), columns_of(measure, setting, chunk, start)
-        for name, column in part.items():
-            torch.testing.assert_close(column, whole[name][start:], rtol=1e-10, atol=1e-12)
-
-
-def test_hessian_another_seed_draws_other_probes() -> None:
-    model, inputs, target = small()
-    one, other = (
-        columns_of(HessianTrace(probes=3), setting_of(model, F.cross_entropy, inputs, target, seed=seed))
-        for seed in (0, 1)
-    )
-    assert (one["hessian_trace"] != other["hessian_trace"]).all()
-
-
 @pytest.mark.long
 def test_hessian_nonfinite_rows() -> None:
     model, inputs, target = small()
@@ -182,33 +147,9 @@ def test_hessian_krylov_space_ends_early() -> None:
     values = torch.tensor([[2.0, 2, 2, 5, 5, 5], [-3.0, -3, -3, -3, -1, -1]], dtype=torch.float64)
     turn = torch.linalg.qr(torch.randn(2, 6, 6, dtype=torch.float64)).Q
     matrices = turn @ torch.diag_embed(values) @ turn.mT
-    result = extreme_eigenvalues(lambda block: block @ matrices, torch.randn(2, 6, dtype=torch.float64), 6)
-    torch.testing.assert_close(result.lowest, values.min(1).values, rtol=1e-10, atol=0)
-    torch.testing.assert_close(result.highest, values.max(1).values, rtol=1e-10, atol=0)
-
-
-@settings(deadline=None, max_examples=10)
-@given(k=st.integers(1, 3), p=st.integers(2, 60), seed=st.integers(0, 99))
-def test_hessian_lanczos_extreme_eigenvalues(k: int, p: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    half = torch.randn(k, p, p, generator=generator, dtype=torch.float64)
-    matrices, starts = half + half.mT, torch.randn(k, p, generator=generator, dtype=torch.float64)
-    result, values = (
-        extreme_eigenvalues(lambda block: block @ matrices, starts, p),
-        torch.linalg.eigvalsh(matrices),
-    )
-    torch.testing.assert_close(result.lowest, values[:, 0], rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(result.highest, values[:, -1], rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.sweep
-def test_hessian_float32() -> None:
-    model, inputs, target = small()
-    values = torch.linalg.eigvalsh(dense(model, F.cross_entropy, inputs, target))
-    single = setting_of(model.float(), F.cross_entropy, tuple(x.float() for x in inputs), target)
-    result = columns_of(HessianTopEigenvalue(iterations=30), single)
-    torch.testing.assert_close(result["hessian_top_eigenvalue"], values[:, -1], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(result["hessian_lowest_eigenvalue"], values[:, 0], rtol=1e-5, atol=1e-6)
+    result, _ = extreme_eigenvalues(lambda block: block @ matrices, torch.randn(2, 6, dtype=torch.float64), 6)
+    expected = torch.stack([values.min(1).values, values.max(1).values], 1)
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=0)
 
 
 def test_hessian_without_second_derivative_refused() -> None:

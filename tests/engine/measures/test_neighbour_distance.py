@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +118,6 @@ def test_neighbour_distance_duplicates_far_from_origin() -> None:
     np.testing.assert_allclose(far, 2 / 3 * float(rows[2, 0].double() - 1e4), rtol=1e-12)
 
 
-def test_neighbour_distance_equal_gradients() -> None:
-    result = found_of(torch.ones(6, 3))
-    assert not result.columns["neighbour_distance"].any()
-    assert not result.columns["neighbour_angle_distance"].any()
-
-
 @pytest.mark.parametrize(
     "rows", [torch.ones(1, 3), torch.tensor([[1.0, 1], [math.nan, 1]]), torch.full((2, 2), math.inf)]
 )
@@ -150,41 +142,6 @@ def test_neighbour_distance_subsampled_reference() -> None:
     assert result.numbers["among"] == 20
     found_of(rows, {"reference": 60}, say=said.append)
     assert len(said) == 1
-
-
-def test_neighbour_distance_projection_error() -> None:
-    rows = torch.randn(300, 3000)
-    result = found_of(rows, {"neighbours": 299}, dimension=100, chunk_size=300)
-    exact = mean_of_nearest(torch.cdist(rows.double(), rows.double()).fill_diagonal_(math.inf).numpy(), 299)
-    off = result.columns["neighbour_distance"].numpy() / exact - 1
-    assert result.numbers["distance_error"] == pytest.approx(math.sqrt(1 / 200))
-    assert np.abs(off).max() < 4 * result.numbers["distance_error"]
-    assert off.std() > result.numbers["distance_error"] / 5
-
-
-MEMORY = """
-import resource, torch
-from psgrad.engine.measures.builtin.projected_gradients import NeighbourDistance
-from tests.engine.measures.own_passes import setting_of
-def run(n):
-    measure = NeighbourDistance(reference=2000)
-    loss = lambda output, target: output.sum()
-    measure.prepare(setting_of(torch.nn.Linear(8, 1), loss, (torch.zeros(n, 8),), None))
-    ones = torch.ones(n)
-    rows = {"projected_gradients": torch.randn(n, 8), "ok": ones > 0, "loss": ones, "grad_norm": ones}
-    measure.gather(rows)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-few = run(3000)  # the libraries, and a table of all that are held against each other
-print(run(30_000) - few)
-"""
-
-
-@pytest.mark.sweep
-def test_neighbour_distance_memory() -> None:
-    grown = subprocess.run(
-        [sys.executable, "-c", MEMORY], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
-    )
-    assert int(grown.stdout) * 1024 < 30_000 * 2000 * 8 / 8  # an eighth of all distances
 
 
 @pytest.mark.parametrize("options", [{"neighbours": 0}, {"reference": 1}])

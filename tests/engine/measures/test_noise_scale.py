@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from psgrad.engine.measures.builtin.dataset import (
     NoiseScale,
-    block_sums,
     estimates,
     interval,
     jackknife_values,
@@ -137,28 +136,6 @@ def test_noise_scale_undefined_without_signal() -> None:
     )
     assert low < 0
     assert result["noise_scale_interval"][1] is None
-
-
-def test_noise_scale_seed() -> None:
-    g = drawn(50, torch.ones(5, dtype=torch.float64), 4)
-    model = nn.Linear(5, 1, bias=False).double()
-    rows = Rows(model, g, None, lambda output, target: output.sum(), "custom", None)
-    one, two, other = (
-        measured(rows, lambda: [NoiseScale(resamples=200)], 9, seed=seed)
-        .gathered["noise_scale"]
-        .numbers["noise_interval"]
-        for seed in (1, 1, 2)
-    )
-    assert one == two != other
-
-
-def test_noise_scale_blocks_hold_every_sample_once() -> None:
-    values = torch.rand(10_001, 2, dtype=torch.float64).cpu()
-    result = block_sums(torch.cat([values, torch.ones(10_001, 1).cpu()], 1), 0)
-    assert result.shape == (512, 3)
-    torch.testing.assert_close(result.sum(0)[:2], values.sum(0))
-    assert sorted(set(result[:, 2].tolist())) == [19, 20]
-    assert torch.equal(block_sums(values[:512], 0), values[:512])
 
 
 @pytest.mark.parametrize("options", [{"resamples": 10}, {"level": 1.0}, {"level": 0.0}])

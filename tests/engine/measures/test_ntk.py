@@ -176,34 +176,6 @@ def test_ntk_single_logit_is_aligned_with_class_one() -> None:
     assert result.numbers["condition_number"] == result.numbers["condition_number_of_all_outputs"]
 
 
-def test_ntk_without_classes() -> None:
-    model, inputs = mlp(2), torch.randn(5, 3, dtype=torch.float64)
-    target = torch.randn(5, 2, dtype=torch.float64)
-    result = found_of(
-        setting_of(
-            model, lambda output, target: (output - target).square().sum(), (inputs,), target, kind="value"
-        )
-    )
-    assert result.numbers["alignment"] is None
-    assert "classes" not in result.tables
-    assert result.tables["outputs"]["alignment"] == [None, None]
-
-
-def test_ntk_one_class_has_no_alignment() -> None:
-    targets = torch.ones(5, dtype=torch.int64)
-    setting = setting_of(
-        mlp(2),
-        lambda output, target: F.cross_entropy(output, target),
-        (torch.randn(5, 3).double(),),
-        targets,
-        kind="class",
-        targets=targets,
-    )
-    result = found_of(setting)
-    assert result.numbers["alignment"] is None
-    assert result.tables["classes"]["class"] == [1]
-
-
 def test_ntk_positions_of_a_sequence_are_outputs() -> None:
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)).double()
     tokens, target = torch.randint(5, (4, 2)), torch.randint(5, (4, 2))
@@ -258,22 +230,6 @@ def test_ntk_too_large_refused() -> None:
     NTK().prepare(setting(100))
 
 
-def test_ntk_output_not_a_tensor_refused() -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(3, 1)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.inner(x), x
-
-    setting = setting_of(Pair(), lambda output, target: output[0].sum(), (torch.ones(2, 3),), None)
-    with pytest.raises(MeasureError, match="the model's output is a tuple"):
-        NTK().prepare(setting)
-    with pytest.raises(ValueError, match="got 0 samples"):
-        NTK(samples=0)
-
-
 def test_ntk_subsample_balanced_by_class() -> None:
     model, said = mlp(3), []
     targets = torch.tensor([0] * 30 + [1] * 5 + [2] * 2)
@@ -297,30 +253,6 @@ def test_ntk_subsample_balanced_by_class() -> None:
     np.testing.assert_allclose(
         result.arrays["trace_kernel"], np.einsum("icp,jcp->ij", rows, rows) / 3, rtol=1e-9
     )
-
-
-@given(
-    n=st.integers(0, 60),
-    count=st.integers(1, 70),
-    classes=st.integers(1, 6),
-    seed=st.integers(0, 9),
-    usable=st.integers(1, 10),
-)
-@settings(max_examples=40)
-def test_ntk_subsample_usable_rows_and_seed(n: int, count: int, classes: int, seed: int, usable: int) -> None:
-    labels, good = torch.randint(classes, (n,)), torch.rand(n) < usable / 10
-    rows = chosen_rows(good, count, seed, labels)
-    assert len(rows) == len(set(rows.tolist())) == min(count, int(good.sum()))
-    assert good[rows].all()
-    assert rows.tolist() == sorted(rows.tolist())
-    assert torch.equal(rows, chosen_rows(good, count, seed, labels))
-    taken, there = (
-        torch.bincount(labels[rows], minlength=classes),
-        torch.bincount(labels[good], minlength=classes),
-    )
-    for one in range(classes):  # whoever is not exhausted has no less than others, but for one
-        if taken[one] < there[one]:
-            assert taken[one] >= taken.max() - 1
 
 
 def test_ntk_subsample_without_labels() -> None:

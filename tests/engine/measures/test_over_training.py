@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from psgrad.engine.measures.builtin.over_checkpoints import Forgetting, Trajectory
@@ -60,14 +57,6 @@ def test_history_forgetting_of_histories_by_hand() -> None:
     assert {key: result.numbers[key] for key in expected} == expected
 
 
-@given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=6))
-def test_history_forgetting_events_by_hand(right: list[list[bool]]) -> None:
-    result = measured(Forgetting(), history(right=right), 4).columns["forgetting_events"].tolist()
-    for events, row in zip(result, right, strict=True):
-        falls = sum(before and not after for before, after in pairwise(row))
-        assert events == (falls if any(row) else 4)
-
-
 def test_history_forgetting_of_positions() -> None:
     result = measured(Forgetting(), history(right=[[0.25, 0.75, 0.5, 1.0], [0.0, 0.5, 0.5, 0.5]]), 4, "token")
     np.testing.assert_array_equal(result.columns["forgetting_events"], [0.25, 0])
@@ -86,15 +75,6 @@ def test_history_forgetting_needs_labels(kind: str, words: str) -> None:
     ) as caught:
         Forgetting().prepare(setting)
     assert "trajectory follows any loss" in str(caught.value)
-
-
-def test_history_forgetting_needs_hard_labels() -> None:
-    x = torch.randn(4, 4).double()
-    setting = of_checkpoints(
-        [perceptron(0), perceptron(1)], F.cross_entropy, (x,), x[:, :3].softmax(1), kind="class", classes=3
-    )
-    with pytest.raises(MeasureError, match="this loss has soft labels"):
-        Forgetting().prepare(setting)
 
 
 def test_history_cartography_of_histories_by_hand() -> None:
@@ -153,10 +133,3 @@ def test_history_nonfinite_samples() -> None:
     assert result.tables["checkpoints"]["mean_loss"] == [2.0, 5.0, 3.0]
     assert result.tables["checkpoints"]["nonfinite"] == [0, 1, 0]
     np.testing.assert_array_equal(result.columns["loss_slope"], [NAN, 0.5])
-
-
-def test_history_no_finite_loss() -> None:
-    said = {"confidence": [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]], "right": [[1, 1, 1], [1, 1, 1]]}
-    result = measured(Trajectory(), history(loss=[[1.0, NAN, 2.0], [3.0, 5.0, 4.0]], **said), 3).columns
-    np.testing.assert_array_equal(result["mean_confidence"], [NAN, 0.5])
-    np.testing.assert_array_equal(result["correctness"], [NAN, 1])

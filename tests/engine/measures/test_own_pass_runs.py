@@ -16,7 +16,6 @@ NAMES = [
     "input_gradient",
     "gradient_x_input",
     "integrated_gradients",
-    "smooth_grad",
 ]
 
 MEASURES = [
@@ -25,7 +24,6 @@ MEASURES = [
     "input_gradient",
     "gradient_x_input",
     {"name": "integrated_gradients", "steps": 2},
-    {"name": "smooth_grad", "samples": 2},
 ]
 
 # Its backward pass has no derivative.
@@ -68,8 +66,8 @@ def test_own_pass_no_maps_without_inputs(workplace: Workplace) -> None:
 def test_own_pass_options_refused(workplace: Workplace) -> None:
     workplace.config["analyze"] = {"measures": [{"name": "hessian_trace", "probes": 1}]}
     workplace.refused(2, "analyze.measures: hessian_trace: got 1 probes, expected at least 2")
-    workplace.config["analyze"] = {"measures": [{"name": "smooth_grad", "of": "tagret"}]}
-    workplace.refused(2, "smooth_grad.of: got 'tagret'", "did you mean target?")
+    workplace.config["analyze"] = {"measures": [{"name": "input_gradient", "of": "tagret"}]}
+    workplace.refused(2, "input_gradient.of: got 'tagret'", "did you mean target?")
 
 
 def test_own_pass_without_second_derivative_refused(workplace: Workplace) -> None:

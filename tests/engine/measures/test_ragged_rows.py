@@ -9,7 +9,7 @@ import torch
 
 from psgrad.engine.execution.buckets import ModelSize
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.measures.builtin.input_attribution import InputGradient, IntegratedGradients, SmoothGrad
+from psgrad.engine.measures.builtin.input_attribution import InputGradient, IntegratedGradients
 from psgrad.engine.measures.mean_gradient import MeanGradient
 from psgrad.engine.measures.measure import Setting
 from psgrad.engine.measures.passes import row_pass
@@ -36,15 +36,12 @@ def setting(ragged: Case, only: int | None = None, **options: Any) -> Setting:
         (InputGradient, "mean"),
         (InputGradient, "lstm"),
         (IntegratedGradients, "mean"),
-        (SmoothGrad, "lstm"),  # of row 0: its noise is by the number of the row
     ],
 )
 def test_attribution_of_ragged_rows_is_that_of_each_alone(make: Any, kind: str) -> None:
     ragged = case(kind)
     whole = columns_of(make(), setting(ragged), chunk_size=5)
     for row in range(len(LENGTHS)):
-        if make is SmoothGrad and row:
-            continue
         alone = columns_of(make(), setting(ragged, only=row), chunk_size=1)
         for name, column in alone.items():
             torch.testing.assert_close(whole[name][row : row + 1], column, rtol=1e-9, atol=1e-12)

@@ -16,7 +16,7 @@ from scipy.stats import zscore
 from torch import Tensor, nn
 
 from psgrad.engine.measures.builtin import vog
-from psgrad.engine.measures.builtin.vog import VoG, deviation, standardised
+from psgrad.engine.measures.builtin.vog import VoG
 from psgrad.errors import MeasureError
 from tests.engine.measures.checkpoints import WithBuffers, of_checkpoints, perceptron
 from tests.engine.measures.own_passes import columns_of
@@ -114,32 +114,6 @@ def test_vog_ignored_labels() -> None:
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
     result = columns_of(VoG(), setting)["vog.spread_and_label"][:, 0]
     assert result.isnan().tolist() == [False, True, False, False]
-
-
-def test_vog_models_beyond_memory() -> None:
-    models = [perceptron(seed) for seed in range(3)]
-    x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
-    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
-    loads: list[str] = []
-    first = setting.checkpoints[0]
-    noted = replace(first, objective=lambda: (loads.append(first.name), first.objective())[1])
-    setting = replace(setting, checkpoints=[noted, *setting.checkpoints[1:]])
-    roomy = columns_of(VoG(), setting, 2)["vog.spread_and_label"]
-    assert len(loads) == 1
-    tight = replace(setting, examples=replace(setting.examples, options={"memory": 100}))
-    torch.testing.assert_close(columns_of(VoG(), tight, 2)["vog.spread_and_label"], roomy, rtol=0, atol=0)
-    assert len(loads) == 1 + 3
-
-
-@given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=3), min_size=1, max_size=6))
-def test_vog_running_deviation_equals_numpy(steps: list[list[float]]) -> None:
-    result = deviation(torch.tensor([step], dtype=torch.float64) for step in steps)
-    np.testing.assert_allclose(result[0], np.std(steps, axis=0), atol=1e-9)
-
-
-def test_vog_class_without_spread_has_no_z_scores() -> None:
-    values, groups = torch.tensor([0.1, 0.1, 0.1, 1.0, 2.0]).double(), torch.tensor([4, 4, 4, 7, 7])
-    np.testing.assert_allclose(standardised(values, groups), [np.nan, np.nan, np.nan, -1, 1])
 
 
 def test_vog_refuses_fewer_than_three_checkpoints_and_losses_without_classes() -> None:

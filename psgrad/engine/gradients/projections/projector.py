@@ -11,9 +11,8 @@ import torch
 
 from psgrad.engine.gradients import PerSampleGradients, Projection, Sparse, TwoSided
 from psgrad.engine.gradients.flat import Flat
-from psgrad.errors import ConfigError, InfluenceError
+from psgrad.errors import ConfigError
 
-Columns = slice | list[int]
 Kind = Literal["none", "sparse", "two-sided"]
 KINDS = ("none", "sparse", "two-sided")
 
@@ -83,25 +82,6 @@ class Projector:
         if self.projection is None:
             return self.flat.columns
         return self.projection.columns(self.flat.shapes) if self.projection.per == "parameter" else None
-
-    def columns(self, per: Literal["total", "parameter", "module"]) -> dict[str, Columns]:
-        """Label -> its columns. Raises InfluenceError if all parameters share the columns."""
-        if per == "total":
-            return {"": slice(0, self.width)}
-        columns = self._own_columns()
-        if columns is None:
-            assert self.projection is not None, "all entries have columns of their own"
-            raise InfluenceError(
-                f"scores by layer were asked of gradients whose {self.projection.kind} projection adds all"
-                " parameters up; expected columns of their own for each parameter",
-                hint="use projection: two-sided or none, or leave `layers` out",
-            )
-        if per == "parameter":
-            return dict(columns)
-        groups: dict[str, list[int]] = {}
-        for name, own in columns.items():
-            groups.setdefault(name.rpartition(".")[0], []).extend(range(own.start, own.stop))
-        return dict(groups)
 
 
 def seed_of(seed: int, number: int) -> int:

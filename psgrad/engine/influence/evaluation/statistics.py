@@ -105,7 +105,7 @@ def score_matrix(
     """
     divisors = None if normalize is None else [divisor(each.self_influence(), normalize) for each in fitted]
     joined = joined_scores(method, fitted, queries, divisors=divisors)
-    scores: Array = torch.cat([block.scores[""] for block in joined]).double().cpu().numpy()
+    scores: Array = torch.cat([block.scores for block in joined]).double().cpu().numpy()
     return scores
 
 

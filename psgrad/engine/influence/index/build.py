@@ -15,7 +15,7 @@ from psgrad.engine.execution.ranks import OneProcess, Processes, in_chunks
 from psgrad.engine.influence.index.estimators import ProjectedCosines, ProjectedProducts, require_parameters
 from psgrad.engine.influence.index.index_rows import RowPass, RowSource
 from psgrad.engine.influence.index.stored_index import IndexStore, StoredRows, encoded, projector_of, spec_of
-from psgrad.engine.influence.method import Checkpoint, Fitted, Method, ScoreBlock, Scores
+from psgrad.engine.influence.method import Checkpoint, Fitted, Method, ScoreBlock
 from psgrad.engine.influence.methods.gradient_products import (
     GradientCosine,
     GradientDot,
@@ -172,7 +172,7 @@ class _Indexed(Method):
     def joins_by_own_rule(self) -> bool:
         return self.method.joins_by_own_rule
 
-    def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
+    def across(self, blocks: Sequence[ScoreBlock]) -> torch.Tensor:
         return self.method.across(blocks)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,24 +13,11 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, in_turn
 from psgrad.engine.gradients.flat import Flat
-from psgrad.engine.gradients.projections.projector import Columns
 from psgrad.engine.influence.damping import Damping
 from psgrad.engine.influence.index.index_rows import Differentiated, RowBlock, RowSource
 from psgrad.engine.influence.index.stored_index import StoredRows
-from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock
+from psgrad.engine.influence.method import Fitted, ScoreBlock, SelfBlock
 from psgrad.errors import InfluenceError
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Prepared queries in some of the k columns of a row. own: [m, width] float64."""
-
-    own: torch.Tensor
-    columns: Columns
-
-    def products(self, rows: torch.Tensor) -> torch.Tensor:
-        """[b, m] float64: the inner products of rows [b, k] with the queries in these columns."""
-        return rows[:, self.columns].double() @ self.own.t()
 
 
 class FittedRows(Fitted):
@@ -49,41 +35,30 @@ class FittedRows(Fitted):
             "projection_noise": source.projector.noise,
         }
 
-    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        return self.scores_of(self.projected(queries), per, queries.processes)
+    def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
+        return self.scores_of(self.projected(queries), queries.processes)
 
     def scores_of(
         self,
         projected: torch.Tensor,
-        per: Per = "total",
         processes: Processes | None = None,
         rows: RowSource | None = None,
     ) -> Iterator[ScoreBlock]:
         """The scores of all rows, or of some of them, for queries [m, k] float64 that are projected."""
         processes = OneProcess() if processes is None else processes
         source, prepared = self.source if rows is None else rows, self.prepared(projected)
-        asked = {
-            label: Queries(prepared[:, columns], columns) for label, columns in self.columns(per).items()
-        }
 
         def own() -> Iterator[Arrays]:
             for block in source.blocks(processes.rank, processes.size):
-                result = {f"of {label}": self.contracted(block, some) for label, some in asked.items()}
-                for scores in result.values():
-                    scores[~block.finite] = torch.nan
+                scores = self.contracted(block, prepared)
+                scores[~block.finite] = torch.nan
                 weights = self.weights(block)
-                result["rows"] = torch.tensor([block.start, block.stop])
+                result = {"scores": scores, "rows": torch.tensor([block.start, block.stop])}
                 yield result if weights is None else {**result, "weights": weights}
 
         for found in in_turn(processes, "scores", own()):
-            start, stop = found.pop("rows").tolist()
-            weights = found.pop("weights", None)
-            scores = {label.removeprefix("of "): value for label, value in found.items()}
-            yield ScoreBlock(start, stop, scores, weights)
-
-    def columns(self, per: Per) -> dict[str, Columns]:
-        """Label -> its columns."""
-        return self.source.projector.columns(per)
+            start, stop = found["rows"].tolist()
+            yield ScoreBlock(start, stop, found["scores"], found.get("weights"))
 
     def projected(self, queries: Examples) -> torch.Tensor:
         """[m, k] float64 of m queries."""
@@ -101,8 +76,8 @@ class FittedRows(Fitted):
         return queries
 
     @abstractmethod
-    def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
-        """[b, m]: the scores of some columns, from prepared queries."""
+    def contracted(self, block: RowBlock, queries: torch.Tensor) -> torch.Tensor:
+        """[b, m]: the scores for prepared queries [m, k]."""
 
     def weights(self, block: RowBlock) -> torch.Tensor | None:
         return None
@@ -117,8 +92,8 @@ class ProjectedProducts(FittedRows):
         super().__init__(source)
         self.factor = factor
 
-    def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
-        return queries.products(block.rows) * (self.factor * block.to_loss).unsqueeze(1)
+    def contracted(self, block: RowBlock, queries: torch.Tensor) -> torch.Tensor:
+        return (block.rows.double() @ queries.t()) * (self.factor * block.to_loss).unsqueeze(1)
 
     def self_influence(self) -> Iterator[SelfBlock]:
         squares = self.source.losses_and_square_norms()[1]
@@ -130,14 +105,10 @@ class ProjectedCosines(FittedRows):
 
     has_self_influence = False
 
-    def columns(self, per: Per) -> dict[str, Columns]:
-        # cosines of layers don't add up
-        return {**self.source.projector.columns("total"), **self.source.projector.columns(per)}
-
-    def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
-        own = block.rows[:, queries.columns].double().norm(dim=1) * block.to_loss.abs()
-        norms = own.unsqueeze(1) * queries.own.norm(dim=1)
-        products = queries.products(block.rows) * block.to_loss.unsqueeze(1)
+    def contracted(self, block: RowBlock, queries: torch.Tensor) -> torch.Tensor:
+        rows = block.rows.double()
+        norms = (rows.norm(dim=1) * block.to_loss.abs()).unsqueeze(1) * queries.norm(dim=1)
+        products = (rows @ queries.t()) * block.to_loss.unsqueeze(1)
         return torch.where(norms > 0, products / norms, torch.nan)
 
     def self_influence(self) -> Iterator[SelfBlock]:
@@ -176,8 +147,8 @@ class ProjectedInverse(FittedRows):
     def prepared(self, queries: torch.Tensor) -> torch.Tensor:
         return torch.cholesky_solve(queries.t(), self._root).t()
 
-    def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
-        products = queries.products(block.rows)
+    def contracted(self, block: RowBlock, queries: torch.Tensor) -> torch.Tensor:
+        products = block.rows.double() @ queries.t()
         return -products if self.of == "margin" else products * block.to_loss.unsqueeze(1)
 
     def weights(self, block: RowBlock) -> torch.Tensor | None:

@@ -22,7 +22,6 @@ from psgrad.engine.influence.method import (
     Checkpoint,
     Fitted,
     Method,
-    Per,
     Preconditioned,
     ScoreBlock,
     SelfBlock,
@@ -200,10 +199,7 @@ class KroneckerFactored(Preconditioned):
                 total[name] = total[name] + value if name in total else value
         return {name: total[name] for name in vectors}
 
-    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        if per != "total":
-            yield from super().scores(queries, per)
-            return
+    def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
         pairs = len(self.training) * len(queries)
         asked = [BlockProducts(*each, pairs) for each in zip(self.blocks, self._inverses, strict=True)]
         parts = [
@@ -215,8 +211,8 @@ class KroneckerFactored(Preconditioned):
         def products(gradients: PerSampleGradients) -> torch.Tensor:
             return torch.stack([each.inner(gradients) for each in asked]).sum(0)
 
-        for rows, found in self.training.each(lambda gradients: {"": gradients.by_part(products)}):
-            yield ScoreBlock(rows.start, rows.stop, found)
+        for rows, found in self.training.each(lambda gradients: {"scores": gradients.by_part(products)}):
+            yield ScoreBlock(rows.start, rows.stop, found["scores"])
 
     def self_influence(self) -> Iterator[SelfBlock]:
         def both(gradients: Any) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ several checkpoints weighted by the learning rate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,13 +17,9 @@ from psgrad.engine.influence.method import (
     Checkpoint,
     Fitted,
     Method,
-    Per,
     Preconditioned,
     ScoreBlock,
-    Scores,
     SelfBlock,
-    labelled,
-    with_total,
 )
 from psgrad.errors import ConfigError, InfluenceError
 
@@ -51,12 +47,10 @@ class GradientProducts(Fitted):
         self.training, self.factor = training, factor
         self.facts = {}
 
-    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+    def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
         prepared = queries.stream.gradients(0, len(queries))
-        for rows, part in self.training.each(lambda gradients: labelled(gradients.inner(prepared, per=per))):
-            yield ScoreBlock(
-                rows.start, rows.stop, {label: products * self.factor for label, products in part.items()}
-            )
+        for rows, part in self.training.each(lambda gradients: {"scores": gradients.inner(prepared)}):
+            yield ScoreBlock(rows.start, rows.stop, part["scores"] * self.factor)
 
     def self_influence(self) -> Iterator[SelfBlock]:
         for rows, part in self.training.norms():
@@ -66,7 +60,7 @@ class GradientProducts(Fitted):
 
 @dataclass(frozen=True)
 class GradientCosine(Method):
-    """score = <g_q, g_i> / (|g_q| |g_i|), of a layer the cosine within it, beside that of all of them; NaN
+    """score = <g_q, g_i> / (|g_q| |g_i|), NaN
     where either gradient is zero.
 
     Hanawa, Yokoi, Hara and Inui, "Evaluation of Similarity-based Explanations" (2021). It leaves out how
@@ -95,36 +89,22 @@ class GradientCosines(Fitted):
         self.training = training
         self.facts = {}
 
-    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
+    def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
         prepared = queries.stream.gradients(0, len(queries))
-        query_norms = _norms(prepared, per)
+        query_norms = prepared.square_norms().sqrt()
 
         def cosines(gradients: Any) -> dict[str, torch.Tensor]:
-            products, norms = with_total(labelled(gradients.inner(prepared, per=per))), _norms(gradients, per)
-            return {
-                label: _ratio(value, norms[label].unsqueeze(1) * query_norms[label])
-                for label, value in products.items()
-            }
+            norms = gradients.square_norms().sqrt().unsqueeze(1) * query_norms
+            return {"scores": torch.where(norms > 0, gradients.inner(prepared) / norms, torch.nan)}
 
         for rows, part in self.training.each(cosines):
-            yield ScoreBlock(rows.start, rows.stop, part)
+            yield ScoreBlock(rows.start, rows.stop, part["scores"])
 
     def self_influence(self) -> Iterator[SelfBlock]:
         raise InfluenceError(
             "gradient_cosine has no self-influence: the cosine of every gradient with itself is 1",
             hint="set influence.self_influence: never, or choose gradient_dot",
         )
-
-
-def _norms(gradients: Any, per: Per) -> Mapping[str, torch.Tensor]:
-    return {
-        label: squares.sqrt()
-        for label, squares in with_total(labelled(gradients.square_norms(per=per))).items()
-    }
-
-
-def _ratio(product: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    return torch.where(norms > 0, product / norms, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -176,10 +156,8 @@ class TracIn(Method):
             return AdamProducts.fit(training, checkpoint, self.batch_size)
         return GradientProducts(training, checkpoint.learning_rate)
 
-    def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
-        return {
-            label: torch.stack([block.scores[label] for block in blocks]).sum(0) for label in blocks[0].scores
-        }
+    def across(self, blocks: Sequence[ScoreBlock]) -> torch.Tensor:
+        return torch.stack([block.scores for block in blocks]).sum(0)
 
 
 class AdamProducts(Preconditioned):

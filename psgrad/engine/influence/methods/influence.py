@@ -203,7 +203,7 @@ class Influence(Method):
         )
         whole.calibrated, whole.facts["calibrated_because"] = result
         whole.facts["calibrated"] = whole.calibrated
-        return AtOutput(whole, automatic=self.change == "auto") if by_output else whole
+        return AtOutput(whole) if by_output else whole
 
     def _damping(self, convex: bool) -> Damping:
         """convex: whether the model is affine in its parameters."""

@@ -17,7 +17,7 @@ from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.influence.curvature.operator import Curvature
 from psgrad.engine.influence.damping import Damping
-from psgrad.engine.influence.method import Per, ScoreBlock, SelfBlock
+from psgrad.engine.influence.method import ScoreBlock, SelfBlock
 from psgrad.engine.influence.solvers.solve import Solve
 from psgrad.errors import InfluenceError
 
@@ -61,10 +61,7 @@ class GramSolve(Solve):
         solved = self._solved(_products(self.rows, as_gradients(vectors)))
         return flat.split((joined - _combinations(self.rows, solved).to(joined.device)) / self.shift)
 
-    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        if per != "total":
-            yield from super().scores(queries, per)
-            return
+    def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
         solved = self._solved(inner_products(self.rows, queries))
         if self.coefficients is None:
             found = inner_products(self.training, queries)
@@ -72,7 +69,7 @@ class GramSolve(Solve):
         else:
             solved = solved.cpu().reshape(*self.coefficients.shape, solved.shape[1])
             found = torch.einsum("nr,nrm->nm", self.coefficients, solved)
-        yield ScoreBlock(0, len(found), {"": found})
+        yield ScoreBlock(0, len(found), found)
 
     def self_influence(self) -> Iterator[SelfBlock]:
         if self.coefficients is None:

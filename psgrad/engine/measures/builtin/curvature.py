@@ -93,11 +93,11 @@ class HessianTopEigenvalue(Measure):
             self._hessians.dtype
         )
         ends = extreme_eigenvalues(partial(self._hessians.products, inputs, target), starts, self.iterations)
+        columns = zip(("eigenvalue", "residual"), ends, strict=True)
         return {
-            "hessian_top_eigenvalue": ends.highest,
-            "hessian_top_residual": ends.highest_residual,
-            "hessian_lowest_eigenvalue": ends.lowest,
-            "hessian_lowest_residual": ends.lowest_residual,
+            f"hessian_{end}_{what}": values[:, place]
+            for what, values in columns
+            for place, end in enumerate(("lowest", "top"))
         }
 
 
@@ -242,22 +242,11 @@ class SampleHessians:
 _ROUNDINGS = 16
 
 
-@dataclass(frozen=True)
-class Ends:
-    """The lowest and the highest Ritz value of each of k matrices, [k] float64, each with the norm of its
-    residual, |A v - value v|: the matrix has an eigenvalue within this distance.
-    """
-
-    lowest: torch.Tensor
-    lowest_residual: torch.Tensor
-    highest: torch.Tensor
-    highest_residual: torch.Tensor
-
-
 def extreme_eigenvalues(
     products: Callable[[torch.Tensor], torch.Tensor], starts: torch.Tensor, iterations: int
-) -> Ends:
-    """The ends of the spectra of k symmetric matrices [p, p].
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ends of the spectra of k symmetric matrices [p, p]: (the lowest and the highest Ritz value [k, 2]
+    float64, the norm of their residuals |A v - value v|, within which the matrix has an eigenvalue).
 
     Every new vector is made orthogonal to all before it, twice. Vectors are kept in the type of `starts`;
     their inner products, the small matrices and their eigenvalues are in float64. Values and residuals are of
@@ -307,7 +296,7 @@ def extreme_eigenvalues(
     values = (vectors.double() * turned).sum(2)
     residuals = torch.linalg.vector_norm(turned - values.unsqueeze(2) * vectors, dim=2)
     values, residuals = (torch.where(finite.unsqueeze(1), x, torch.nan) for x in (values, residuals))
-    return Ends(values[:, 0], residuals[:, 0], values[:, 1], residuals[:, 1])
+    return values, residuals
 
 
 def _unit(vectors: torch.Tensor) -> torch.Tensor:

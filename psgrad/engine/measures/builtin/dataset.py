@@ -1,5 +1,5 @@
-"""Measures of the whole dataset, with bootstrap intervals: the gradient noise scale, which is the batch size
-at which a step is half signal and half noise, and the spectrum of the gradients' covariance.
+"""The gradient noise scale of the whole dataset, with bootstrap intervals: the batch size at which a step is
+half signal and half noise.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from psgrad.engine.execution.row_grams import gram_matrix
-from psgrad.engine.measures.builtin.projected_gradients import COLUMN, FiniteProjections
-from psgrad.engine.measures.mean_gradient import DOT, MeanGradient, OfMeanGradient
+from psgrad.engine.measures.mean_gradient import DOT, OfMeanGradient
 from psgrad.engine.measures.measure import Gathered, Setting
 
 
@@ -141,149 +139,6 @@ def resampled_estimates(
         resamples, dtype=torch.float64, generator=generator
     )
     return sums_of_squares, mean_squares - sums_of_squares
-
-
-# Rows that are taken into float64 at once.
-_ROWS = 16384
-# A trace below this number of roundings of the mean squared norm is zero: all gradients are equal.
-_ROUNDINGS = 16
-
-
-@dataclass
-class CovarianceSpectrum(OfMeanGradient):
-    """The largest eigenvalues of the covariance of the samples' gradients, with their shares of its trace.
-
-    For few samples, or if projected_gradients keeps the whole gradient, they are exact. Otherwise they
-    are those of the projected gradients: one that is separate from the others has a `standard_error` of
-    sqrt(2 / dimension) of itself, and is too large by about `lift` (the sum of the others, by the
-    dimension); those near or below `floor` (trace / dimension) cannot be separated from the rest. The
-    trace is always that of the whole gradients.
-
-    Options:
-        top: how many eigenvalues are listed.
-        exact_up_to: the largest number of samples for which all inner products are computed.
-    """
-
-    top: int = 20
-    exact_up_to: int = 1024
-
-    name: ClassVar[str] = "covariance_spectrum"
-    title: ClassVar[str] = "Spectrum of the gradients' covariance"
-    formula: ClassVar[str] = (
-        "eigenvalues of S = sum_i (g_i - mean) (g_i - mean)' / (n - 1); share: eigenvalue / tr S; effective"
-        " rank: (tr S)^2 / tr S^2"
-    )
-    unit: ClassVar[str] = "squared {loss} per squared unit of parameter"
-    source: ClassVar[str] = (
-        "Jastrzebski et al.: The Break-Even Point on Optimization Trajectories of Deep Neural Networks"
-        " (2020), section 3; projected: Johnson, Lindenstrauss (1984)"
-    )
-    cost: ClassVar[str] = (
-        "the summed gradient (one for all measures that use it) and an eigendecomposition of dimension x"
-        " dimension; for up to exact_up_to samples all inner products"
-    )
-    needs: ClassVar[tuple[str, ...]] = (COLUMN, MeanGradient.name)
-
-    def __post_init__(self) -> None:
-        if self.top < 1:
-            raise ValueError(f"got {self.top} as top, expected at least 1 eigenvalue")
-        if self.exact_up_to < 0:
-            raise ValueError(
-                f"got {self.exact_up_to} as exact_up_to, expected a number of samples, or 0 for never"
-            )
-
-    def prepare(self, setting: Setting) -> None:
-        super().prepare(setting)
-        self._setting = setting
-
-    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        examples = self._setting.examples
-        intervals = FiniteProjections.of(rows, examples.flat.size)
-        n = len(intervals.places)
-        if n < 2:
-            return Gathered(
-                numbers={
-                    "samples": n,
-                    "trace": None,
-                    "effective_rank": None,
-                    "method": "undefined for fewer than two samples",
-                }
-            )
-        total = float(rows["grad_norm"][intervals.places].square().sum())
-        if len(rows["ok"]) <= self.exact_up_to:
-            products = gram_matrix(examples).cpu()[intervals.places][:, intervals.places]
-            values, method, noise = (
-                _eigenvalues(_centred(products)),
-                "exact, by the samples' inner products",
-                0.0,
-            )
-            trace = float(values.sum()) / (n - 1)
-        else:
-            values = _eigenvalues_of(intervals.rows)
-            method, noise = (
-                ("exact, by whole gradients" if intervals.exact else "by random projection"),
-                intervals.noise,
-            )
-            trace = (total - n * self._sums.square_mean()) / (n - 1)
-        values = values / (n - 1)
-        rounding = _ROUNDINGS * torch.finfo(next(iter(examples.params.values())).dtype).eps * total / n
-        if trace <= rounding:
-            trace, values = 0.0, torch.zeros_like(values)
-        numbers: dict[str, Any] = {
-            "samples": n,
-            "method": method,
-            "trace": trace,
-            "effective_rank": _effective_rank(values, trace, noise),
-            "trace_by_projection": float(values.sum()) if noise else None,
-            "floor": trace * noise**2 if noise else None,
-        }
-        shown = values[: self.top]
-        shares = shown / trace if trace else torch.full_like(shown, torch.nan)
-        table = {
-            "rank": list(range(1, len(shown) + 1)),
-            "eigenvalue": shown,
-            "share": shares,
-            "cumulative_share": shares.cumsum(0),
-            "standard_error": 2**0.5 * noise * shown,
-            "lift": (trace - shown).clamp_min(0) * noise**2,
-        }
-        return Gathered(numbers=numbers, tables={"spectrum": table})
-
-
-def _centred(products: torch.Tensor) -> torch.Tensor:
-    """[n, n]: the inner products of vectors less their mean, from those of the vectors."""
-    each = products.mean(1, keepdim=True)
-    return products - each - each.t() + products.mean()
-
-
-def _eigenvalues(matrix: torch.Tensor) -> torch.Tensor:
-    """The eigenvalues of a symmetric matrix without negative ones, descending."""
-    return torch.linalg.eigvalsh((matrix + matrix.t()) / 2).flip(0).clamp_min(0)
-
-
-def _eigenvalues_of(rows: torch.Tensor) -> torch.Tensor:
-    """The eigenvalues of the sum of x x' over centred rows x [n, k], the first min(n, k) of them,
-    descending.
-    """
-    mean = rows.mean(0, dtype=torch.float64)
-    if len(rows) < rows.shape[1]:
-        centred = rows.double() - mean
-        return _eigenvalues(centred @ centred.t())
-    total = rows.new_zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)
-    for start in range(0, len(rows), _ROWS):
-        centred = rows[start : start + _ROWS].double() - mean
-        total.addmm_(centred.t(), centred)
-    return _eigenvalues(total)
-
-
-def _effective_rank(values: torch.Tensor, trace: float, noise: float) -> float | None:
-    """(tr S)^2 / tr S^2, from 1 to the rank of S: how many equal eigenvalues would give that. None if S is
-    zero, or if the projection leaves no estimate of tr S^2.
-
-    Under a projection to k columns E[tr T^2] = (1 + 1/k) tr S^2 + (tr S)^2 / k, which is solved for tr S^2.
-    """
-    square = (float(values.square().sum()) - (trace * noise) ** 2) / (1 + noise**2)
-    return trace**2 / square if trace and square > 0 else None
 
 
 # More samples are put together at random before they are resampled: the spread of a sum is known to 1 /

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from psgrad.engine.measures.builtin.dataset import estimates
-from psgrad.engine.measures.mean_gradient import CLASS_DOT, DISTANCE, DOT, OfMeanGradient
+from psgrad.engine.measures.mean_gradient import CLASS_DOT, DOT, OfMeanGradient
 from psgrad.engine.measures.measure import Gathered, Setting
 
 
@@ -77,35 +77,6 @@ class CosineToClassMean(OfMeanGradient):
         table = {"class": torch.arange(len(counts)), "samples": counts, "mean_gradient_norm": norms}
         cosines = self.cosines(rows, *rows[CLASS_DOT].unbind(1))
         return Gathered({"cosine_to_class_mean": cosines}, tables={"classes": table})
-
-
-@dataclass
-class LooMeanChange(OfMeanGradient):
-    """The distance between the mean gradient of all samples and that of all but this one, exact for
-    every n.
-    """
-
-    name: ClassVar[str] = "loo_mean_change"
-    title: ClassVar[str] = "Leave-one-out change of the mean gradient"
-    formula: ClassVar[str] = "|gbar - gbar without i| = |g_i - gbar| / (n - 1)"
-    unit: ClassVar[str] = "{loss} per unit of parameter"
-    source: ClassVar[str] = (
-        "the jackknife of a mean: Efron, Tibshirani: An Introduction to the Bootstrap (1993), section 11.5"
-    )
-    cost: ClassVar[str] = "as cosine_to_mean, whose sum and inner products it shares"
-    meanings: ClassVar[dict[str, str]] = {
-        "loo_mean_change": (
-            "how far the mean gradient moves without this sample; empty if it is the only one ({loss} per"
-            " unit of parameter)"
-        )
-    }
-    needs_second_pass = True
-    asks = (DISTANCE,)
-
-    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        others = self._sums.count - 1
-        moved = rows[DISTANCE][:, 0].clamp(min=0).sqrt() / (others or torch.nan)
-        return Gathered({"loo_mean_change": moved.where(rows["ok"] & torch.tensor(others > 0), torch.nan)})
 
 
 # A variance below this many roundings of the mean square may be zero.

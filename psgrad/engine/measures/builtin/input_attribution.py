@@ -1,4 +1,4 @@
-"""Measures of input attribution: input gradient, gradient x input, integrated gradients, SmoothGrad. Each
+"""Measures of input attribution: input gradient, gradient x input, integrated gradients. Each
 says which part of a sample's loss, or of one of its logits, belongs to which part of its input.
 
 Their base has the pass, the columns, and the maps of the samples that are shown.
@@ -26,7 +26,7 @@ from psgrad.engine.measures.measure import (
     require_classes,
     shown_rows,
 )
-from psgrad.engine.measures.passes import plain_objective, random_normals, refusing, row_pass
+from psgrad.engine.measures.passes import plain_objective, refusing, row_pass
 from psgrad.errors import MeasureError
 from psgrad.ragged import joined, padded_and_joined
 
@@ -186,9 +186,6 @@ def sum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([part.flatten(1).sum(1) if part.dim() > 1 else part for part in parts]).sum(0)
 
 
-__all__ = ["Attribution", "Point"]
-
-
 @dataclass
 class InputGradient(Attribution):
     """The gradient in the input; for inputs of ids, in the embeddings that are looked up.
@@ -323,71 +320,3 @@ class IntegratedGradients(Attribution):
             b if place.module is None else token
             for place, b, token in zip(places, plain, point.with_token(self.baseline_token), strict=True)
         )
-
-
-@dataclass
-class SmoothGrad(Attribution):
-    """The mean of the gradients at noisy copies of the input; for inputs of ids, of the embeddings. The
-    noise is normal, and drawn for each sample from the number of its row. A map shows the mean gradient
-    with its sign; for ids, its norm.
-
-    Options:
-        of: loss, or the output of the label's class (target), or of the predicted one (prediction).
-        samples: noisy copies of each input, at least 1.
-        noise: standard deviation of the noise, as a share of the range of the sample's own values (largest
-            minus smallest), more than 0.
-    """
-
-    of: Of = "loss"
-    samples: int = 16
-    noise: float = 0.1
-
-    name: ClassVar[str] = "smooth_grad"
-    title: ClassVar[str] = "SmoothGrad"
-    formula: ClassVar[str] = (
-        "|mean_j d l / d x at x + e_j|_2, e_j normal with deviation noise x (max x - min x)"
-    )
-    unit: ClassVar[str] = "{loss} (or logit) per unit of input"
-    source: ClassVar[str] = "Smilkov et al.: SmoothGrad: removing noise by adding noise (2017), section 3"
-    cost: ClassVar[str] = (
-        "a pass of its own; each noisy copy is a forward and backward pass, without gradients of parameters"
-    )
-    meanings: ClassVar[dict[str, str]] = {
-        "smooth_grad": (
-            "L2 norm of the mean gradient in noisy copies of the sample's inputs ({loss} or logit per unit of"
-            " input)"
-        ),
-        "smooth_grad_<i>": "the same of input i alone, if the model has several inputs",
-    }
-    additive: ClassVar[bool] = False
-    draws: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ValueError(f"got {self.samples} samples, expected at least 1")
-        if self.noise <= 0:
-            raise ValueError(f"got a noise of {self.noise}, expected more than 0")
-
-    def prepare(self, setting: Setting) -> None:
-        super().prepare(setting)
-        self._seed = setting.seed
-
-    def attributed(self, point: Point) -> tuple[Values, Arrays]:
-        mean: Values = tuple(torch.zeros_like(x, dtype=torch.float64) for x in point.values)
-        for sample in range(self.samples):
-            here = tuple(x + self._noise(point, number, sample) for number, x in enumerate(point.values))
-            mean = tuple(
-                total + g / self.samples for total, g in zip(mean, point.gradient(here), strict=True)
-            )
-        return mean, {}
-
-    def _noise(self, point: Point, place: int, sample: int) -> torch.Tensor:
-        """The noise for the values of a place, of their shape and type."""
-        flat = (
-            point.values[place].flatten(1)
-            if point.values[place].dim() > 1
-            else point.values[place].unsqueeze(1)
-        )
-        deviation = self.noise * (flat.amax(1, keepdim=True) - flat.amin(1, keepdim=True))
-        drawn = random_normals(self._seed, f"{self.name} {place}", point.rows, flat.shape[1], sample)[:, 0]
-        return (deviation * drawn.to(flat.dtype)).view(point.values[place].shape)

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
@@ -89,25 +87,6 @@ def test_trainer_ensemble_equals_single_trainings(recipe: Recipe) -> None:
     for number, job in enumerate(wanted):
         torch.testing.assert_close(
             member(together, number), trained_alone(job, recipe), rtol=1e-9, atol=1e-10
-        )
-
-
-@pytest.mark.long
-@settings(max_examples=10)
-@given(
-    order=st.permutations(range(5)),
-    sizes=st.lists(st.sampled_from([8, 9, 13, 14, 15]), min_size=5, max_size=5),
-    together=st.integers(1, 5),
-)
-def test_trainer_independent_of_order_and_group(order: list[int], sizes: list[int], together: int) -> None:
-    """Jobs of several sizes, in any order, so many at a time."""
-    wanted = [jobs(1, size, seed)[0] for seed, size in enumerate(sizes)]
-    wanted = [replace(job, seed=number) for number, job in enumerate(wanted)]
-    recipe = replace(RECIPE, epochs=1, together=together)
-    result = EnsembleTrainer(fresh, ROWS, cross_entropy, recipe)([wanted[number] for number in order])
-    for place, number in enumerate(order):
-        torch.testing.assert_close(
-            member(result, place), trained_alone(wanted[number], recipe), rtol=1e-9, atol=1e-10
         )
 
 

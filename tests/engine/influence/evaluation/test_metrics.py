@@ -98,18 +98,6 @@ def test_metrics_interval_coverage(noise: float) -> None:
 # -- linear datamodeling score -------------------------------------------------------------------------------
 
 
-def test_metrics_lds_of_true_and_opposite_and_random_datamodel() -> None:
-    scores, subsets, outcomes = datamodel(80, 0.0)
-    random = np.random.default_rng(1).normal(size=scores.shape)
-    result = lds({"true": scores, "opposite": -scores, "random": random}, subsets, outcomes, "true")
-    assert result["true"].mean == pytest.approx(1)
-    assert result["true"].interval == pytest.approx((1, 1))
-    assert result["opposite"].mean == pytest.approx(-1)
-    assert result["random"].interval[0] < 0 < result["random"].interval[1]
-    assert result["opposite"].ahead == pytest.approx(2)
-    assert result["true"].ahead is None
-
-
 def test_metrics_lds_equals_scipy() -> None:
     scores, subsets, outcomes = datamodel(30, 2.0, seeds=3)
     expected = [
