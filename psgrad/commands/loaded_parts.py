@@ -124,7 +124,7 @@ class Loaded:
             return None
         return output if isinstance(output, torch.Tensor) else None
 
-    def more_samples(
+    def other_samples(
         self, data: DataConfig, unit: str | None = None, weighted: bool | None = None
     ) -> Samples:
         """Another dataset for the same model and loss: labels by name mean the same as in the run's own.
@@ -218,10 +218,7 @@ def load(
     placement.require_memory(model)
     engine, recompute = config.engine, None
     if engine.recompute != "none":
-        recompute = Recompute(
-            engine.recompute != "auto" or placement.supply is not None,
-            engine.recompute if isinstance(engine.recompute, list) else (),
-        )
+        recompute = Recompute(engine.recompute == "blocks" or placement.supply is not None)
         recompute.add(model)
     criterion = resolve_loss(config.loss, config.base)
     _require_loss_of_the_head(loaded, criterion)

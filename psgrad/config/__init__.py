@@ -16,14 +16,12 @@ from psgrad.config.data import QueriesConfig as QueriesConfig
 from psgrad.config.influence import MEASUREMENTS as MEASUREMENTS
 from psgrad.config.influence import CheckpointConfig as CheckpointConfig
 from psgrad.config.influence import IndexConfig as IndexConfig
-from psgrad.config.influence import IndexSearchConfig as IndexSearchConfig
 from psgrad.config.influence import InfluenceConfig as InfluenceConfig
 from psgrad.config.influence import MeasurementConfig as MeasurementConfig
 from psgrad.config.influence_evaluation import EvaluationConfig as EvaluationConfig
 from psgrad.config.influence_evaluation import EvaluationKind as EvaluationKind
 from psgrad.config.influence_evaluation import MethodConfig as MethodConfig
 from psgrad.config.influence_evaluation import TrainConfig as TrainConfig
-from psgrad.config.influence_evaluation import TrainingConfig as TrainingConfig
 from psgrad.config.mechanism import RELATIONS as RELATIONS
 from psgrad.config.mechanism import ClippingConfig as ClippingConfig
 from psgrad.config.mechanism import NoiseConfig as NoiseConfig

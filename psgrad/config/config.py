@@ -105,9 +105,9 @@ class EngineConfig(ConfigSection):
     """
     process_timeout: Annotated[float, Field(gt=0, le=1e6)] = 3600.0
     """Seconds that one of several processes waits for the others, at most."""
-    recompute: Literal["auto", "none", "blocks"] | Annotated[list[str], Field(min_length=1)] = "auto"
+    recompute: Literal["auto", "none", "blocks"] = "auto"
     """Whether the modules that repeat run again in the backward pass, to save memory; auto for offloaded
-    weights, and when a row does not fit. Patterns such as `encoder.layer.*` name other modules.
+    weights, and when a row does not fit.
     """
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Precision; auto is the one in which model.pretrained is saved, float32 for float16 and for other

@@ -270,6 +270,7 @@ class QueriesConfig(DataConfig):
     not_taken: ClassVar[Mapping[str, str]] = {
         **DataConfig.not_taken,
         "wrong": "set where: not correct",
+        "contrast": "give each completion a row of its own, and name the pairs in influence.contrast",
     }
 
     rows: list[Annotated[int, Field(ge=0)]] | None = None
@@ -280,26 +281,6 @@ class QueriesConfig(DataConfig):
     """A condition on id, index, target (or label), loss, prediction, confidence and correct."""
     worst: Annotated[int, Field(ge=1)] | None = None
     """Take only this number of rows, those with the largest loss."""
-
-    contrast: str | None = None
-    """The column of a second completion of the same prompt: each row becomes two queries, and what helps the
-    completion more than that one is ranked.
-    """
-
-    @model_validator(mode="after")
-    def _contrast_of_completions(self) -> QueriesConfig:
-        if self.contrast is None:
-            return self
-        if self.completion is None or not self.sources_given:
-            raise ValueError(
-                "contrast is a second completion of each prompt; name path, prompt and completion of the"
-                " queries beside it"
-            )
-        if self.contrast == self.completion:
-            raise ValueError(
-                f"contrast and completion are both the column {self.contrast!r}; name two columns"
-            )
-        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> QueriesConfig:
@@ -335,12 +316,4 @@ class QueriesConfig(DataConfig):
         """The queries' own dataset; None where they are rows of the training data."""
         if not self.sources_given:
             return None
-        return DataConfig.model_validate(self.model_dump(exclude={*_CHOICES, "contrast"}, exclude_unset=True))
-
-    @property
-    def contrast_data(self) -> DataConfig | None:
-        """The dataset of queries with the other completions; None where the config has none."""
-        own = self.own_data
-        if own is None or self.contrast is None:
-            return None
-        return own.model_copy(update={"completion": self.contrast})
+        return DataConfig.model_validate(self.model_dump(exclude=set(_CHOICES), exclude_unset=True))

@@ -49,8 +49,6 @@ OWN: dict[Group, dict[str, str]] = {
         "gradient_dot": "psgrad.engine.influence.methods.gradient_products:GradientDot",
         "influence": "psgrad.engine.influence.methods.influence:Influence",
         "projected_influence": "psgrad.engine.influence.methods.projected:ProjectedInfluence",
-        "replay": "psgrad.engine.influence.methods.replay:Replay",
-        "source": "psgrad.engine.influence.methods.source:Source",
         "tracin": "psgrad.engine.influence.methods.gradient_products:TracIn",
         "trak": "psgrad.engine.influence.methods.projected:TRAK",
     },

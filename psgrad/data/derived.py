@@ -14,7 +14,7 @@ import torch
 
 from psgrad.data.rows import Array, Block, Samples
 from psgrad.errors import DataError
-from psgrad.ragged import RaggedAxes, joined
+from psgrad.ragged import RaggedAxes
 
 _STREAM = 0x5A3B1E  # of the seed's numbers, so that nothing else that is drawn by the seed is drawn alike
 
@@ -225,36 +225,3 @@ class GroupedSamples(SamplesOf):
                 " group, or a model that takes a mask of the positions",
                 hint="leave data.group out, or give the model a mask as an input",
             )
-
-
-class TwoCompletions(SamplesOf):
-    """The rows of a dataset, and after them the same rows with other completions.
-
-    Args:
-        first, second: alike but for their completions.
-        name: of the second one, which is added to the ids of its rows.
-    """
-
-    def __init__(self, first: Samples, second: Samples, name: str) -> None:
-        super().__init__(first)
-        self.first, self.second = first, second
-        ids = [str(each) for each in first.ids]
-        self.ids = np.array([*ids, *(f"{each} ({name})" for each in ids)], dtype=object)
-        self.fingerprint = hashlib.sha256(f"{first.fingerprint} {second.fingerprint}".encode()).hexdigest()
-        self.targets = self.units = None
-        self.ungrouped = self.group_sizes = self.agreed_targets = None
-
-    def take(self, rows: Array) -> Block:
-        rows = self._existing(rows)
-        firsts = rows < len(self.first)
-        parts = ((self.first, rows[firsts]), (self.second, rows[~firsts] - len(self.first)))
-        order = np.concatenate([np.flatnonzero(firsts), np.flatnonzero(~firsts)])
-        return joined([samples.take(own) for samples, own in parts if len(own)]).at(np.argsort(order))
-
-    def row_name(self, row: int) -> str:
-        count = len(self.first)
-        return self.first.row_name(row) if row < count else self.second.row_name(row - count)
-
-    def describe(self, row: int) -> str | None:
-        count = len(self.first)
-        return self.first.describe(row) if row < count else self.second.describe(row - count)

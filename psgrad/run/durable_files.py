@@ -58,6 +58,11 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         written += os.write(descriptor, memoryview(data)[written:])
 
 
+def cut(descriptor: int, size: int) -> None:
+    """Cut off what is behind this many bytes. Raises OSError."""
+    os.ftruncate(descriptor, size)
+
+
 def sync(descriptor: int) -> None:
     """Wait until what was written is on the disk. Raises OSError."""
     os.fsync(descriptor)
