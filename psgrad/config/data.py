@@ -119,6 +119,7 @@ class DataConfig(ConfigSection):
         "stream_rows": _STREAMS,
         "masked": "15 % of the tokens are hidden, as BERT was trained",
         "seed": "the tokens that are hidden follow from a row's text",
+        "group": "a sample is a row; influence.groups ranks groups of rows, and privacy.unit clips them",
         "user": "the column of a private run's users is privacy.unit.column",
     }
 
@@ -164,8 +165,6 @@ class DataConfig(ConfigSection):
     """Of images: the mean of each channel; null for the processor's."""
     std: list[Annotated[Finite, Field(gt=0)]] | None = None
     """Of images: the standard deviation of each channel; null for the processor's."""
-    group: str | None = None
-    """The column of documents or users: rows that agree in it are one sample, their gradients summed."""
     weight: str | None = None
     """The column of weights: the loss of each row is multiplied by its own."""
     id: str | None = None

@@ -38,7 +38,7 @@ class ColumnRoles:
         numbers: inputs and weights: numbers, or lists of them.
         labels: targets: numbers, or lists of them, or the names of classes.
         texts: texts, chats and images: kept as they are.
-        ids: ids, users and groups: text where numbers would lose their spelling (007).
+        ids: ids and users: text where numbers would lose their spelling (007).
     """
 
     numbers: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class ColumnRoles:
             numbers=new([*input_names(config), config.weight]),
             labels=new(target_names(config)),
             texts=texts,
-            ids=new([config.id, config.group, unit]),
+            ids=new([config.id, unit]),
         )
 
     @property

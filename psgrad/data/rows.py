@@ -46,8 +46,6 @@ class Samples(ABC):
             says which names its numbers have, else empty.
         labels_are_positions: whether a label is a position of the input, so that the number of labels differs
             from row to row.
-        ungrouped: the dataset of rows, where samples are groups of its rows. group_sizes, agreed_targets: as
-            in GroupedSamples.
         stamps: of the files that each pass reads.
         reading: a lock to hold while reading, because a dataset need not support threads.
     """
@@ -61,9 +59,6 @@ class Samples(ABC):
     names_found: str = ""
     labels_are_positions: bool = False
     code: tuple[object, ...] = ()
-    ungrouped: Samples | None = None
-    group_sizes: Array | None = None
-    agreed_targets: Array | None = None
     stamps: tuple[Stamp, ...] = ()
 
     def __init__(
@@ -125,10 +120,6 @@ class Samples(ABC):
     def row_name(self, row: int) -> str:
         """A row in messages."""
         return f"row {row}"
-
-    def first_row(self, sample: int) -> int:
-        """The row of a sample; of a group of rows its first, counted in `ungrouped`."""
-        return sample
 
     def picture(self, row: int) -> Any:
         """A row's image as it is in the data, of Pillow; None where rows are no images."""
