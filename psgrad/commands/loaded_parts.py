@@ -93,7 +93,7 @@ class Loaded:
         """The size of the output's class axis, by the first row; None where that differs from row to row, the
         loss has no classes, or the model fails (reported later).
         """
-        if self.samples.labels_are_positions or criterion.kind not in ("class", "token"):
+        if criterion.kind not in ("class", "token"):
             return None
         output = self._output_or_none()
         if output is None or output.dim() < 2:

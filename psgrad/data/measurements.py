@@ -117,23 +117,23 @@ def _log_probability(ignored: int, axes: int, output: torch.Tensor, target: torc
     """The log-probability of the class, or of all tokens that count together. axes: of the output, the
     classes last.
     """
-    if output.dim() != axes or target.is_floating_point():
-        raise LossError(
-            f"the output of one query has shape {tuple(output.shape)}, its target {tuple(target.shape)} of"
-            f" {target.dtype}; expected logits [positions, classes] and labels [positions], or logits [c]"
-            " and one label",
-            hint="measure the loss, or name a callable of (output, target) of your own",
-        )
+    _require_labels(output, target, axes)
     logits = output.reshape(-1, output.shape[-1]).double()
     lost = F.cross_entropy(logits, target.reshape(-1), ignore_index=ignored, reduction="sum")
     return -lost.to(output.dtype)
 
 
 def _is_target(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    if output.dim() != 1 or target.is_floating_point():
+    _require_labels(output, target, 1)
+    return torch.arange(output.shape[0], device=output.device) == target
+
+
+def _require_labels(output: torch.Tensor, target: torch.Tensor, axes: int) -> None:
+    """Raises LossError unless the output has so many axes, the classes last, and the target labels."""
+    if output.dim() != axes or target.is_floating_point():
+        expected = "logits [c] and one label" if axes == 1 else "logits [positions, classes] and labels"
         raise LossError(
             f"the output of one query has shape {tuple(output.shape)}, its target {tuple(target.shape)} of"
-            f" {target.dtype}; expected logits [c] and one label: margin and logit are those of one class",
+            f" {target.dtype}; expected {expected}",
             hint="measure the loss, or name a callable of (output, target) of your own",
         )
-    return torch.arange(output.shape[0], device=output.device) == target

@@ -24,8 +24,6 @@ from psgrad.run.input_files import Stamp
 
 Array = npt.NDArray[Any]
 
-_SHOWN = 5
-
 
 class Samples(ABC):
     """A dataset in its own order. Rows are counted from 0, in messages too.
@@ -44,8 +42,6 @@ class Samples(ABC):
         class_names: of the classes 0, 1, 2, ... where the data or the model's folder has them. names_found:
             'sorted' where they are only those that this dataset has, in sorted order, 'declared' where it
             says which names its numbers have, else empty.
-        labels_are_positions: whether a label is a position of the input, so that the number of labels differs
-            from row to row.
         stamps: of the files that each pass reads.
         reading: a lock to hold while reading, because a dataset need not support threads.
     """
@@ -57,7 +53,6 @@ class Samples(ABC):
     notes: tuple[str, ...] = ()
     class_names: tuple[str, ...] | None = None
     names_found: str = ""
-    labels_are_positions: bool = False
     code: tuple[object, ...] = ()
     stamps: tuple[Stamp, ...] = ()
 
@@ -192,13 +187,12 @@ def unique_ids(ids: Sequence[Any] | Array, name: str) -> Array:
     found = _ids(series, name)
     twice = series[series.duplicated()].drop_duplicates()
     if len(twice):
-        rows = ((value, np.flatnonzero(series == value)[:3]) for value in twice[:_SHOWN])
-        shown = "; ".join(f"{value!r} in rows {', '.join(map(str, places))}" for value, places in rows)
-        more = f"; and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
+        first = twice.tolist()[0]
+        places = ", ".join(map(str, np.flatnonzero(series == first)[:3]))
         ids, occur = ("one id", "occurs") if len(twice) == 1 else (f"{len(twice)} ids", "occur")
         raise DataError(
-            f"{ids} in {name!r} {occur} more than once: {shown}{more}; expected an id of its own for every"
-            " row",
+            f"{ids} in {name!r} {occur} more than once: {first!r} in rows {places}; expected an id of its own"
+            " for every row",
         )
     return found
 
