@@ -56,7 +56,8 @@ def _reader(path: Path, columns: Sequence[str], texts: Sequence[str]) -> pyarrow
     mark = "\t" if data_format(path) == "tsv" else ","
     return pyarrow.csv.open_csv(
         path,
-        read_options=pyarrow.csv.ReadOptions(block_size=_BLOCK_BYTES),
+        # One thread, as only then Arrow knows the number of a row.
+        read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
         parse_options=pyarrow.csv.ParseOptions(delimiter=mark, newlines_in_values=True),
         convert_options=pyarrow.csv.ConvertOptions(
             include_columns=columns, column_types=_texts(texts), null_values=[""], strings_can_be_null=True
