@@ -72,12 +72,10 @@ class ColumnRoles:
         return [*self.numbers, *self.labels, *self.texts, *self.ids]
 
 
-_ENCODE = "encode classes as 0, 1, 2, ... and texts as token numbers before they are saved"
-
-
-def not_numbers(name: str, kind: object, example: str | None = None, hint: str = _ENCODE) -> DataError:
+def not_numbers(name: str, kind: object, example: str | None = None) -> DataError:
     """The error for a column of text, dates, objects or anything else that is no number."""
     words = f"{name!r} is of type {kind}" + (f"; {example}" if example else "")
+    hint = "encode classes as 0, 1, 2, ...; write lists of numbers as jsonl, parquet or arrow"
     return DataError(f"{words}; expected numbers", hint=hint)
 
 

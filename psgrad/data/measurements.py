@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from psgrad.config import MEASUREMENTS, MeasurementConfig
 from psgrad.data.loss import Criterion
 from psgrad.engine.execution.objective import require_number
-from psgrad.errors import ConfigError, LossError, one_line
+from psgrad.errors import ConfigError, LossError
 from psgrad.user_code import module_of, resolve
 
 
@@ -62,10 +62,8 @@ def resolve_measurement(config: MeasurementConfig, loss: Criterion, base: Path) 
     known = functions.get((config.name, loss.kind))
     if known is None or loss.name == "nll":  # whose outputs are log-probabilities, not logits
         raise ConfigError(
-            one_line(
-                f"influence.measurement: the loss {loss.name} has no {config.name}",
-                "expected " + ("a loss of one class a sample: cross_entropy" + _OTHERS.get(config.name, "")),
-            ),
+            f"influence.measurement: the loss {loss.name} has no {config.name}; expected a loss of one class"
+            f" a sample: cross_entropy{_OTHERS.get(config.name, '')}",
             hint="measure the loss, or name a callable of (output, target) of your own",
         )
     criterion = Criterion(config.name, partial(_minus, known), loss.kind, loss.ignore_index)

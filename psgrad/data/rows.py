@@ -222,10 +222,5 @@ def ids_and_units(
     config: DataConfig, unit: str | None, count: int, column: Callable[[str], Any]
 ) -> tuple[Array, Array | None]:
     """(the ids of the rows, whom each belongs to), as a config names them. column: values of one by name."""
-    ids = row_numbers(count) if config.id is None else unique_ids(column(config.id), config.id)
+    ids = np.arange(count) if config.id is None else unique_ids(column(config.id), config.id)
     return ids, None if unit is None else unit_ids(column(unit), unit)
-
-
-def row_numbers(count: int) -> Array:
-    """The ids of a dataset that has none."""
-    return np.arange(count, dtype=np.int64)

@@ -5,7 +5,6 @@ lines in which rows begin, for `psgrad check`.
 from __future__ import annotations
 
 import csv
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ from psgrad.errors import DataError
 
 _BLOCK_BYTES = 8 << 20
 _NUMBERS = (pa.int64(), pa.float64(), pa.bool_())  # in the order in which a column is tried as
-_LIST = re.compile(r"""['"]?(\s*\[.*|[-+.\deE]+([\s,;]+[-+.\deE]+)+\s*)['"]?""", re.DOTALL)
 
 
 def read_csv(path: Path, roles: ColumnRoles) -> pa.Table:
@@ -100,10 +98,7 @@ def _not_a_number(texts: pa.ChunkedArray, name: str, path: Path) -> DataError:
     """The error for the first cell that is no number."""
     cells = texts.to_pylist()
     row = next((row for row, each in enumerate(cells) if each is not None and not _is_number(each)), 0)
-    example = f"row {row} holds {cells[row]!r} in {path}"
-    if _LIST.fullmatch(cells[row] or ""):
-        return not_numbers(name, "text", example, "for lists write jsonl, parquet or arrow")
-    return not_numbers(name, "text", example)
+    return not_numbers(name, "text", f"row {row} holds {cells[row]!r} in {path}")
 
 
 def _require_names(texts: pa.ChunkedArray, name: str, path: Path) -> None:
