@@ -23,8 +23,6 @@ class RaggedAxes:
         padding: for each input, then for the target, the value that stands after a row's own.
         masked: whether the model ignores what is padded. If so, rows that differ in length are computed
             together; else only rows of equal length are.
-        alike: columns of lengths in which rows that are computed together are equal in any case, as nothing
-            stands for what is missing there: the rows of a group.
         limit: the length that the model takes at most, so that rows may be padded up to it; None where it is
             not known.
     """
@@ -32,7 +30,6 @@ class RaggedAxes:
     axes: tuple[tuple[tuple[int, int], ...], ...]
     padding: tuple[Padding, ...]
     masked: bool
-    alike: tuple[int, ...] = ()
     limit: int | None = None
 
     def around(self, before: int = 0, after: int = 0) -> RaggedAxes:

@@ -79,7 +79,6 @@ AUTO = {
     "masked-lm": "AutoModelForMaskedLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
-    "question-answering": "AutoModelForQuestionAnswering",
 }
 _ARCHITECTURE = {"causal-lm": "llama", "seq2seq-lm": "t5", "image-classification": "vit"}
 

@@ -130,16 +130,6 @@ def _tagged(tokenizer: Any, row: Row) -> dict[str, torch.Tensor]:
     return tensors(encoding, labels=labels)
 
 
-def _answered(tokenizer: Any, row: Row) -> dict[str, torch.Tensor]:
-    encoding, answer = tokenizer(row["question"], row["context"]), row["answers"]
-    start = end = 0
-    if answer["text"]:
-        begin = answer["answer_start"][0]
-        start = encoding.char_to_token(begin, sequence_index=1)
-        end = encoding.char_to_token(begin + len(answer["text"][0]) - 1, sequence_index=1)
-    return tensors(encoding, start_positions=start, end_positions=end)
-
-
 def _hidden(tokenizer: Any, row: Row) -> dict[str, torch.Tensor]:
     """What a row's draws hide: 80 % become a mask, 10 % another token, 10 % stay."""
     encoding = tokenizer(row["text"], return_special_tokens_mask=True)
@@ -193,7 +183,6 @@ def refusal_of(error_kind: type[PsgradError], *arguments: Any, **options: Any) -
 
 NAMED = {"id2label": LABELS, "label2id": {name: place for place, name in LABELS.items()}, "num_labels": 3}
 _TYPES = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
-_CONTEXT = "the cat sat on the mat, and a dog ran over the hill"
 
 CASES: dict[str, TextCase] = {
     "classification": TextCase(
@@ -259,21 +248,6 @@ CASES: dict[str, TextCase] = {
         ],
         "text: text",
         _hidden,
-    ),
-    "answer": TextCase(
-        "question-answering",
-        [
-            {"question": "who sat?", "context": _CONTEXT, "answers": {"answer_start": [4], "text": ["cat"]}},
-            {
-                "question": "who ran over what?",
-                "context": _CONTEXT,
-                "answers": {"answer_start": [28], "text": ["a dog ran"]},
-            },
-            {"question": "who are you?", "context": "nobody", "answers": {"answer_start": [], "text": []}},
-        ],
-        "text: [question, context], target: answers",
-        _answered,
-        options=_TYPES,
     ),
 }
 

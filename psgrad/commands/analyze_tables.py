@@ -141,12 +141,9 @@ def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:
             if reader.contents is None
             else reader.contents[rows]
         )
-        targets = run.samples.agreed_targets if reader.targets is None else reader.targets
-        target = {} if targets is None else {"target": targets[rows]}
+        target = {} if reader.targets is None else {"target": reader.targets[rows]}
         length = {} if reader.lengths is None else {"length": reader.lengths[rows]}
         place = {"index": np.arange(start, stop)}
-        if run.samples.group_sizes is not None:
-            place["rows"] = run.samples.group_sizes[rows]
         if isinstance(run.samples, DrawnSamples):
             place["dataset_row"] = run.samples.rows[rows]
         return {"id": ids[rows], **place, "fingerprint": prints, **target, **length}

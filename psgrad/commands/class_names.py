@@ -54,7 +54,6 @@ def _cause(names: int, outputs: int) -> str:
 
 def _counted(samples: Samples, names: list[str]) -> str:
     """The names with their counts, the rarest first; of a name with one row which one that is."""
-    samples = samples if samples.ungrouped is None else samples.ungrouped
     if samples.targets is None:
         return first_of(names, _SHOWN)
     counts = np.bincount(samples.targets[samples.targets >= 0].astype(np.int64), minlength=len(names))

@@ -42,7 +42,7 @@ def completed_for_influence(config: Config, say: Callable[[str], None]) -> Confi
         names = None if stored is None else stored.description.get("fingerprint", {}).get(CLASSES)
         config = _with_names(config, names)
     named = "method" in influence.model_fields_set
-    if named or config.loss.name != "token_cross_entropy" or config.data.group or index is not None:
+    if named or config.loss.name != "token_cross_entropy" or index is not None:
         return config
     say("influence.method: ekfac, the default where the loss is one of tokens")
     changed = influence.model_copy(update={"method": MethodConfig(name="ekfac")})

@@ -51,7 +51,6 @@ def first_run(config: Config, processes: Processes) -> Setup:
         )
     )
     require_of_weights(config, run)
-    require_of_groups(config, run)
     if draws_at_random(run.first_output, run.model):
         raise ConfigError(
             "the model draws random numbers in train mode, so an example has no one gradient",
@@ -87,31 +86,6 @@ def require_of_weights(config: Config, run: Setup) -> None:
 
 # Methods that read gradients alone, whatever rows a gradient is the sum of.
 _FIRST_ORDER = ("gradient_dot", "gradient_cosine", "tracin")
-
-
-def require_of_groups(config: Config, run: Setup) -> None:
-    """Raises ConfigError for what reads the output of single rows, where samples are groups of rows."""
-    if run.samples.ungrouped is None:
-        return
-    wanted, method = config.influence, config.influence.method
-    first_order = {"leverage": False, "change": "gradient"}.items() <= method.options.items()
-    problem = None
-    if method.name not in (*_FIRST_ORDER, "influence") and not is_callable_spec(method.name):
-        problem = f"the method {method.name}"
-    elif method.name == "influence" and not first_order:
-        problem = "the method influence with a correction by the output"
-    elif wanted.measurement.name != "loss":
-        problem = f"the measurement {wanted.measurement.name}"
-    elif wanted.index is not None and wanted.index.features != "loss":
-        problem = f"an index of the {wanted.index.features}"
-    if problem is not None:
-        raise ConfigError(
-            f"data.group: {problem} is not computed for groups of rows",
-            hint=(
-                f"choose {', '.join(_FIRST_ORDER)}, or influence with leverage: false and change: gradient;"
-                " and the measurement loss"
-            ),
-        )
 
 
 def run_at(run: Setup, number: int) -> Setup:

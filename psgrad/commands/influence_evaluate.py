@@ -126,13 +126,10 @@ def evaluate_influence(
 
 def require_evaluable(config: Config) -> None:
     """Raises ConfigError for samples that models are not trained on again."""
-    problems = {
-        "weight": "models are trained again without weights",
-        "group": "scores of groups are not compared with training again",
-    }
-    for key, problem in problems.items():
-        if getattr(config.data, key) is not None:
-            raise ConfigError(f"data.{key}: {problem}", hint=f"leave data.{key} out for --evaluate")
+    if config.data.weight is not None:
+        raise ConfigError(
+            "data.weight: models are trained again without weights", hint="leave it out for --evaluate"
+        )
 
 
 def write_files(result: EvaluationResult, folder: RunFolder) -> None:

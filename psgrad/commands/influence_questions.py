@@ -148,8 +148,6 @@ def require_tokens(setup: InfluenceSetup) -> None:
         problem = f"the measurement {setup.measurement.name} is not divided over tokens"
     elif setup.processes.size > 1:
         problem = f"{setup.processes.size} processes share this run"
-    elif setup.run.samples.ungrouped is not None:
-        problem = "data.group makes one sample of several texts"
     if problem is not None:
         raise ConfigError(
             f"influence.level: token: {problem}",

@@ -16,7 +16,6 @@ from psgrad.commands.class_names import require_names_of_outputs, require_one_nu
 from psgrad.commands.weight_placement import WeightPlacement, weight_placement_of
 from psgrad.config import Config, DataConfig, ModelConfig
 from psgrad.config.model import TASK_LOSSES
-from psgrad.data.derived import GroupedSamples
 from psgrad.data.loss import Criterion, resolve_loss
 from psgrad.data.rows import Samples
 from psgrad.data.sources.load import load_data
@@ -94,7 +93,7 @@ class Loaded:
         """The size of the output's class axis, by the first row; None where that differs from row to row, the
         loss has no classes, or the model fails (reported later).
         """
-        if self.samples.labels_are_positions or criterion.kind not in ("class", "token"):
+        if criterion.kind not in ("class", "token"):
             return None
         output = self._output_or_none()
         if output is None or output.dim() < 2:
@@ -149,18 +148,11 @@ class Loaded:
                 f"only one of {self.config.data.source} and {data.source} has weights; expected a column"
                 " data.weight in both, or in neither",
             )
-        if (found.ungrouped is None) != (self.samples.ungrouped is None):
-            raise ConfigError(
-                f"only one of {self.config.data.source} and {data.source} has groups; expected a column"
-                " data.group for both, or for neither",
-                hint="say group there, too; what is not said is taken from data",
-            )
         return found
 
     def first_output(self) -> Any:
         """The model's output for the first row as a batch of one, without psgrad's transforms."""
-        samples = self.samples if self.samples.ungrouped is None else self.samples.ungrouped
-        inputs = samples.read(0, 1).inputs
+        inputs = self.samples.read(0, 1).inputs
         with torch.no_grad():
             return self.forward(
                 self.model,
@@ -311,23 +303,7 @@ def samples_of(
     criterion: Criterion,
     unit: str | None = None,
 ) -> Samples:
-    """The dataset as `load_data` has it for a config's model and loss, with the columns that the loss takes;
-    of groups where data.group names them.
-    """
+    """The dataset as `load_data` has it for a config's model and loss."""
     # timm's facts about the images that its model was trained on.
     images = getattr(loaded.model, "pretrained_cfg", None)
-
-    def read(column: str | None) -> Samples:
-        return load_data(
-            data,
-            config.base,
-            column,
-            loaded.pretrained,
-            criterion=criterion,
-            trained_on=images,
-        )
-
-    found = read(data.group or unit)
-    if data.group is None:
-        return found
-    return GroupedSamples(found, data.group, None if unit is None else read(unit).units)
+    return load_data(data, config.base, unit, loaded.pretrained, criterion=criterion, trained_on=images)

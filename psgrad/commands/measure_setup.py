@@ -261,7 +261,6 @@ def prepare(
     `count` rows from the first one on. Raises MeasureError where a measure does not go with the model, the
     loss or the data.
     """
-    _require_of_groups(run, measures)
     summary = summary_for(run.criterion.kind, run.criterion.ignore_index)
     every = [GradientNorms(), Predictions(summary), *measures]
     objective = run.objective.with_summary(partial(joined_summary, every))
@@ -293,33 +292,6 @@ def require_mergeable(measures: Sequence[Measure]) -> None:
         kind = type(each.inner if isinstance(each, OwnMeasure) else each)
         if kind.state is not Measure.state and kind.merge is Measure.merge:
             raise each.without_merge()
-
-
-# Measures of a sample's gradient alone, whatever rows it is the sum of.
-_OF_GROUPS = frozenset(
-    {
-        "cosine_to_mean",
-        "layer_norms",
-        "mean_gradient",
-        "neighbour_distance",
-        "noise_scale",
-        "projected_gradients",
-        "relative_norm",
-    }
-)
-
-
-def _require_of_groups(run: Setup, measures: Sequence[Measure]) -> None:
-    """Raises ConfigError for a measure of psgrad that is about single rows, where samples are groups."""
-    own = OWN["measures"]
-    wrong = [each.name for each in measures if each.name in own and each.name not in _OF_GROUPS]
-    if run.samples.ungrouped is not None and wrong:
-        raise ConfigError(
-            f"analyze.measures: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not computed for"
-            " groups of rows; expected where data.group is set, measures of the gradient:"
-            f" {', '.join(sorted(_OF_GROUPS))}",
-            hint="leave out data.group, or these measures",
-        )
 
 
 def _require_one_draw(run: Setup, measures: list[Measure]) -> None:

@@ -94,12 +94,6 @@ def require_privacy(config: Config) -> PrivacyConfig:
             " sampling, clipping, noise and optimizer",
             hint="docs/guides/private-training.md describes it; configs/digits-dp.yaml is an example",
         )
-    if config.data.group is not None:
-        raise ConfigError(
-            "data.group: a private run has its groups in the section privacy; expected"
-            " privacy.unit.column, whose rows are clipped together",
-            hint=(f"leave data.group out, and set privacy.unit: {{column: {config.data.group}}}"),
-        )
     return config.privacy
 
 
@@ -118,8 +112,7 @@ def set_up_privately(
     _require_public_classes(loaded)
     # A row of a record must draw anew in each step.
     loaded = replace(loaded, samples=loaded.samples.anew())
-    rows = loaded.samples if loaded.samples.ungrouped is None else loaded.samples.ungrouped
-    inputs, _ = to_device(rows.read(0, 1).inputs, None, loaded.device, loaded.dtype)
+    inputs, _ = to_device(loaded.samples.read(0, 1).inputs, None, loaded.device, loaded.dtype)
     warm_up(loaded.model, lambda: loaded.forward(loaded.model, *stand_ins(inputs)[0]))
     unchanged = Unchanged(loaded.model, loaded.criterion.function)
     run = setup_of(loaded, targets_later=privacy.on_error == "zero")

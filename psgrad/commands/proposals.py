@@ -46,7 +46,6 @@ _LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
     ),
     "masked-lm": ({"text": _TEXTS},),
     "seq2seq-lm": ({"text": (*_TEXTS, "prompt", "question"), "target": _WRITTEN},),
-    "question-answering": ({"text": ["question", "context"], "target": ("answers", "answer")},),
     "image-classification": ({"image": ("image", "img", "path", "file"), "target": _TARGETS},),
 }
 """task -> what its dataset may look like; the first that fits."""
@@ -58,14 +57,12 @@ _HEADS = {
     "ForMaskedLM": "masked-lm",
     "ForConditionalGeneration": "seq2seq-lm",
     "ForImageClassification": "image-classification",
-    "ForQuestionAnswering": "question-answering",
 }
 _OF_ADAPTERS = {
     "SEQ_CLS": "sequence-classification",
     "TOKEN_CLS": "token-classification",
     "CAUSAL_LM": "causal-lm",
     "SEQ_2_SEQ_LM": "seq2seq-lm",
-    "QUESTION_ANS": "question-answering",
 }
 
 

@@ -70,7 +70,6 @@ def review(
     with run.clock("load"):
         setup = set_up_influence(config, say, progress, run.processes).watched(run.passes())
         before = read_before(setup, with_source(config, base))
-        require_single_rows(setup)
     with run.clock("compare"):
         table = changed_in(before, setup.run.reader, with_ids=config.data.id is not None)
     with run.clock("self-check"):
@@ -136,9 +135,3 @@ def read_before(setup: InfluenceSetup, config: Config) -> CheckedReader:
     with errors_about("the data before the change"):
         samples = setup.run.other_samples(config.data)
         return CheckedReader(samples, setup.run.criterion, setup.run.class_count(setup.run.criterion))
-
-
-def require_single_rows(setup: InfluenceSetup) -> None:
-    """Raises ConfigError where samples are groups of rows."""
-    if setup.run.samples.ungrouped is not None:
-        raise ConfigError("data.group is set; a review is of single rows")

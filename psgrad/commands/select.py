@@ -82,12 +82,12 @@ def select(
     reasons = _reasons(frame, choice)
     chosen = reasons.isna().to_numpy()
     count = manifest.counts.in_dataset or len(frame)
-    rows: Rows = _places(frame[chosen], data)
+    rows: Rows = _places(frame[chosen])
     if has_whole_rows(data) and output.suffix.lower() in ROW_SUFFIXES:
         rows = _copied(data, base, frame[chosen], count)
     _write(output, rows)
     if rejected is not None:
-        _write(rejected, _places(frame[~chosen], data, reasons[~chosen]))
+        _write(rejected, _places(frame[~chosen], reasons[~chosen]))
     return Selection(output, int(chosen.sum()), len(frame), count)
 
 
@@ -223,13 +223,9 @@ def _require_free(output: Path, files: Sequence[Path], overwrite: bool) -> None:
 
 
 def _copied(data: DataConfig, base: Path, chosen: pd.DataFrame, count: int) -> Rows:
-    """The chosen rows with all columns, or all rows of the chosen groups. count: the rows of the dataset.
-    Raises DataError.
-    """
-    groups = None if data.group is None else set(map(str, chosen["id"]))
-    places = () if data.group is not None else {place["index"] for place in _places(chosen, data)}
-    rows, found = whole_rows(data, base, places, groups)
-    if groups is None and found != count:
+    """The chosen rows with all columns. count: the rows of the dataset. Raises DataError."""
+    rows, found = whole_rows(data, base, {place["index"] for place in _places(chosen)})
+    if found != count:
         raise DataError(
             f"{data.source} has {found:,} rows, and the run's dataset had {count:,}",
             hint="run it again on the files as they are now",
@@ -240,13 +236,9 @@ def _copied(data: DataConfig, base: Path, chosen: pd.DataFrame, count: int) -> R
 # -- what is written -----------------------------------------------------------------------------------------
 
 
-def _places(frame: pd.DataFrame, data: DataConfig, reasons: pd.Series[Any] | None = None) -> Rows:
-    """The `id` of each row, and its `index` in the whole dataset; of groups of rows the ids. With reasons
-    each row's `reason` too.
-    """
-    columns = {"id": "id"}
-    if data.group is None:
-        columns["dataset_row" if "dataset_row" in frame else "index"] = "index"
+def _places(frame: pd.DataFrame, reasons: pd.Series[Any] | None = None) -> Rows:
+    """The `id` of each row, and its `index` in the whole dataset; with reasons each row's `reason` too."""
+    columns = {"id": "id", "dataset_row" if "dataset_row" in frame else "index": "index"}
     found = frame[list(columns)].rename(columns=columns)
     if reasons is not None:
         found = found.assign(reason=reasons)

@@ -23,7 +23,7 @@ from psgrad.data.rows import Samples
 from psgrad.engine.execution.buckets import ModelSize, padding_is_masked
 from psgrad.engine.execution.chunk_replay import ReplayCounts
 from psgrad.engine.execution.loading import Read, to_device
-from psgrad.engine.execution.objective import GroupObjective, Objective
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.ranks import Processes, spread_rows
 from psgrad.engine.execution.self_check import SelfCheck, self_check
 from psgrad.engine.execution.streaming import Stream
@@ -65,7 +65,7 @@ class Setup(Loaded):
         """This setup with a reader that notes for the table of samples each row's digest, if it has no id,
         and its length, if positions count. Rows that can't be read are measured as not finite.
         """
-        described = self.config.data.id is None and self.config.data.group is None
+        described = self.config.data.id is None
         lengths = self.criterion.kind == "token"
         return self.with_reader(with_digests=described, with_lengths=lengths, with_unreadable=True)
 
@@ -149,8 +149,6 @@ def setup_of(parts: Loaded, targets_later: bool = False) -> Setup:
     parts.require_names_of_outputs(classes)
     reader = CheckedReader(parts.samples, criterion, classes, targets_later=targets_later)
     _check_padding(parts, objective)
-    if parts.samples.ungrouped is not None:
-        objective = GroupObjective(objective)
     return Setup(**vars(parts), objective=objective, reader=reader)
 
 
@@ -164,9 +162,8 @@ def _check_padding(parts: Loaded, objective: Objective) -> None:
     samples = parts.samples
     if samples.ragged is None or not samples.ragged.masked or parts.model.training:
         return
-    rows = samples if samples.ungrouped is None else samples.ungrouped
-    reader = CheckedReader(rows, parts.criterion, parts.class_count(parts.criterion))
-    block = reader.take(np.array(spread_rows(len(rows), _ROWS_CHECKED)))
+    reader = CheckedReader(samples, parts.criterion, parts.class_count(parts.criterion))
+    block = reader.take(np.array(spread_rows(len(samples), _ROWS_CHECKED)))
     inputs, target = to_device(block.inputs, block.target, parts.device, parts.dtype)
     on_device = replace(block, inputs=inputs, target=target)
     halves = parts.autocast is not None

@@ -152,7 +152,7 @@ def _inherited(content: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     # Without a source of their own they are rows of the data themselves.
     if not theirs or ("factory" in theirs) != ("factory" in ours):
         return content
-    of_a_source = {*SOURCE_KEYS, "kwargs", "config", "split"}
+    of_a_source = {*SOURCE_KEYS, "kwargs", "split"}
     return {key: each for key, each in own.items() if key not in of_a_source} | content
 
 

@@ -117,8 +117,10 @@ class DataConfig(ConfigSection):
         ),
         "streaming": _STREAMS,
         "stream_rows": _STREAMS,
+        "config": "save the configuration that you want with datasets' save_to_disk, and name the folder",
         "masked": "15 % of the tokens are hidden, as BERT was trained",
         "seed": "the tokens that are hidden follow from a row's text",
+        "group": "a sample is a row; influence.groups ranks groups of rows, and privacy.unit clips them",
         "user": "the column of a private run's users is privacy.unit.column",
     }
 
@@ -130,8 +132,6 @@ class DataConfig(ConfigSection):
     """Arguments of the factory."""
     dataset: str | None = None
     """In place of a path: a folder of datasets' save_to_disk, relative to this config, or a cached hub id."""
-    config: str | None = None
-    """The configuration of `dataset`, where it has several."""
     split: str | None = None
     """The split of `dataset`, such as train or train[:10%]."""
     images: FilePath | None = None
@@ -164,8 +164,6 @@ class DataConfig(ConfigSection):
     """Of images: the mean of each channel; null for the processor's."""
     std: list[Annotated[Finite, Field(gt=0)]] | None = None
     """Of images: the standard deviation of each channel; null for the processor's."""
-    group: str | None = None
-    """The column of documents or users: rows that agree in it are one sample, their gradients summed."""
     weight: str | None = None
     """The column of weights: the loss of each row is multiplied by its own."""
     id: str | None = None
@@ -220,8 +218,8 @@ class DataConfig(ConfigSection):
         """Raises ValueError where no column is named for the inputs, or for keys that nothing reads."""
         if self.factory is None and self.kwargs:
             raise ValueError("kwargs are the arguments of a factory; a path takes none")
-        if self.dataset is None and (self.config is not None or self.split is not None):
-            raise ValueError("config and split belong to dataset, and there is none")
+        if self.dataset is None and self.split is not None:
+            raise ValueError("split belongs to dataset, and there is none")
         made_of = ("inputs", "text", "prompt", "messages", "image")
         if self.factory is None and self.images is None and not any(getattr(self, name) for name in made_of):
             raise ValueError(

@@ -16,7 +16,6 @@ Task = Literal[
     "masked-lm",
     "seq2seq-lm",
     "image-classification",
-    "question-answering",
     "regression",
 ]
 TASKS: tuple[str, ...] = get_args(Task)

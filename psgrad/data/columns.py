@@ -38,7 +38,7 @@ class ColumnRoles:
         numbers: inputs and weights: numbers, or lists of them.
         labels: targets: numbers, or lists of them, or the names of classes.
         texts: texts, chats and images: kept as they are.
-        ids: ids, users and groups: text where numbers would lose their spelling (007).
+        ids: ids and users: text where numbers would lose their spelling (007).
     """
 
     numbers: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class ColumnRoles:
             numbers=new([*input_names(config), config.weight]),
             labels=new(target_names(config)),
             texts=texts,
-            ids=new([config.id, config.group, unit]),
+            ids=new([config.id, unit]),
         )
 
     @property
@@ -72,12 +72,10 @@ class ColumnRoles:
         return [*self.numbers, *self.labels, *self.texts, *self.ids]
 
 
-_ENCODE = "encode classes as 0, 1, 2, ... and texts as token numbers before they are saved"
-
-
-def not_numbers(name: str, kind: object, example: str | None = None, hint: str = _ENCODE) -> DataError:
+def not_numbers(name: str, kind: object, example: str | None = None) -> DataError:
     """The error for a column of text, dates, objects or anything else that is no number."""
     words = f"{name!r} is of type {kind}" + (f"; {example}" if example else "")
+    hint = "encode classes as 0, 1, 2, ...; write lists of numbers as jsonl, parquet or arrow"
     return DataError(f"{words}; expected numbers", hint=hint)
 
 

@@ -8,8 +8,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +21,13 @@ from psgrad.data.columns import ColumnRoles, require_columns
 from psgrad.data.sources.table_rows import TableRows
 from psgrad.errors import ConfigError, DataError, UnreadableRow
 from psgrad.models.hub import library
-from psgrad.wording import first_line, first_of
+from psgrad.wording import first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
 IMAGE, LABEL = "image", "label"
-_SHOWN = 5
 _TABLES = (".csv", ".jsonl", ".parquet")
 
 
@@ -61,7 +59,7 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Tabl
             hint=f"name it in place of the folder: data.path: {metadata}, with image: file_name",
         )
     classes = class_folders(folder)
-    images, others = listed_images(folder, {*classes})
+    images = _listed_images(folder, classes)
     there = {parts[0] for parts in images}
     if empty := [name for name in classes if name not in there] or ([] if images else [""]):
         raise DataError(
@@ -75,16 +73,7 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Tabl
     require_columns(wanted, list(columns), str(folder))
     table = pa.table({name: columns[name] for name in wanted})
     listing = hashlib.sha256(str(table.to_pydict()).encode()).hexdigest()
-    return TableRows(table, str(folder), listing, notes=_left_out(others, bool(classes)))
-
-
-def _left_out(others: Sequence[str], classes: bool) -> tuple[str, ...]:
-    """What is to be said of the files of a folder that are no rows."""
-    if not others:
-        return ()
-    where = " in the folder of a class" if classes else ""
-    count = "1 file was" if len(others) == 1 else f"{len(others):,} files were"
-    return (f"{count} left out, as no image{where} by name: {first_of(others, _SHOWN)}",)
+    return TableRows(table, str(folder), listing)
 
 
 def class_folders(folder: Path) -> list[str]:
@@ -92,45 +81,23 @@ def class_folders(folder: Path) -> list[str]:
     return sorted(each.name for each in os.scandir(folder) if each.is_dir() and not each.name.startswith("."))
 
 
-def listed_images(folder: Path, classes: Set[str]) -> tuple[list[tuple[str, ...]], list[str]]:
+def _listed_images(folder: Path, classes: Sequence[str]) -> list[tuple[str, ...]]:
     """The images in a folder and below it, in the folder of a class where there are classes: the parts of
-    their paths, in order. And the paths of all other files that are not hidden.
+    their paths, in order. Hidden ones are left out, and links to folders below those of classes.
     """
-    images, others = [], []
-    for parts, is_file in sorted(_files(str(folder), (), classes)):
-        if is_file and (not classes or parts[0] in classes) and parts[-1].lower().endswith(SUFFIXES):
-            images.append(parts)
-        else:
-            others.append("/".join(parts))
-    return images, others
-
-
-def _files(folder: str, above: tuple[str, ...], followed: Set[str]) -> Iterator[tuple[tuple[str, ...], bool]]:
-    """(the parts of its path, whether it is a file) of all that is in a folder and below it, and neither
-    hidden nor a folder. Of links to folders those with a name in `followed` are looked into.
-
-    A folder is read once, and the system is not asked about each file: there may be millions.
-    """
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            parts = (*above, entry.name)
-            if entry.is_dir():
-                if entry.name in followed or not entry.is_symlink():
-                    yield from _files(entry.path, parts, frozenset())
-            elif not entry.name.startswith("."):
-                yield parts, entry.is_file()
+    found = []
+    for start in [folder / name for name in classes] or [folder]:
+        for place, folders, files in os.walk(start):
+            folders[:] = [name for name in folders if not Path(place, name).is_symlink()]
+            parts = Path(place).relative_to(folder).parts
+            images = (name for name in files if name.lower().endswith(SUFFIXES) and name[0] != ".")
+            found += [(*parts, name) for name in images]
+    return sorted(found)
 
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 """Of the files in a folder that are images."""
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I")
-_NOTES: Mapping[str, str] = {
-    "RGBA": "with transparency, put on white",
-    "LA": "with transparency, put on white",
-    "PA": "with transparency, put on white",
-    "P": "with a palette, in its colours",
-    **dict.fromkeys(_SIXTEEN_BITS, "of 16 bits, divided by 257"),
-}
 
 
 class BrokenImage(UnreadableRow):
@@ -196,17 +163,6 @@ def decoded(content: bytes, named: str, channels: int) -> Image:
 def channels_of(mode: str) -> int:
     """How many channels an image of this mode has, without transparency."""
     return 1 if mode in ("1", "L", "LA", *_SIXTEEN_BITS) else 3
-
-
-def notes_on(modes: Counter[str], channels: int) -> tuple[str, ...]:
-    """What is done to images of these modes, for the manifest."""
-    total, found = modes.total(), Counter[str]()
-    for mode, count in modes.items():
-        if mode in _NOTES:
-            found[_NOTES[mode]] += count
-        if channels_of(mode) != channels:
-            found["in colour, made grey" if channels == 1 else "in grey, repeated in three channels"] += count
-    return tuple(f"{count:,} of {total:,} images: {note}" for note, count in found.items())
 
 
 def _of_eight_bits(image: Image, named: str) -> Image:

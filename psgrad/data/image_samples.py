@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,14 +18,7 @@ import torch
 from torch import Tensor
 
 from psgrad.config import DataConfig
-from psgrad.data.image_files import (
-    BrokenImage,
-    channels_of,
-    content_of,
-    decoded,
-    notes_on,
-    opened,
-)
+from psgrad.data.image_files import BrokenImage, channels_of, content_of, decoded, opened
 from psgrad.data.sources.table_rows import Array, TableRows
 from psgrad.data.sources.table_samples import RowName, TableSamples
 from psgrad.data.targets import Labels
@@ -54,7 +46,7 @@ class Steps:
 
     @property
     def channels(self) -> int | None:
-        """1 for grey, 3 for colours; None for those of the first image."""
+        """1 for grey, 3 for colours; None for grey unless an image has colours."""
         given = self.mean or self.std
         return None if given is None else len(given)
 
@@ -129,19 +121,21 @@ Preparation = Steps | Processed
 
 
 def preparation(config: DataConfig, trained: Pretrained | Mapping[str, Any] | None) -> Preparation:
-    """How a config's images become inputs: by the model's own processor, or as data.size, crop, mean and std
-    say.
+    """How a config's images become inputs: by a pretrained model's own processor, else as data.size, crop,
+    mean and std say.
 
     `trained` is a pretrained model, or what timm's pretrained_cfg says of one. Raises ConfigError.
     """
     given = _steps(config)
     if not isinstance(trained, Pretrained):
         return given if trained is None else _with_defaults(given, trained)
-    processor = _processor(trained)
-    if given == Steps():
-        return Processed(processor)
-    defaults = {"mean": getattr(processor, "image_mean", None), "std": getattr(processor, "image_std", None)}
-    return _with_defaults(given, {name: value for name, value in defaults.items() if value})
+    if given != Steps():
+        raise ConfigError(
+            "data.size, crop, mean and std are for models of a factory; a pretrained model's own image"
+            " processor prepares its images",
+            hint="leave them out, or change preprocessor_config.json in the model's folder",
+        )
+    return Processed(_processor(trained))
 
 
 def _steps(config: DataConfig) -> Steps:
@@ -223,13 +217,11 @@ class ImageSamples(TableSamples):
     ) -> None:
         assert config.image is not None
         self._image, self._folder, self._prepared = config.image, folder, prepared
-        modes, self._digests = self._look(rows)
+        channels, self._digests = self._look(rows)
         digest = hashlib.sha256(self._digests).hexdigest()
-        first = next(iter(modes), "RGB")
-        self._channels = prepared.channels or channels_of(first)
+        self._channels = prepared.channels or channels
         self._shape: tuple[int, ...] | None = None
         super().__init__(rows, config, unit, labels)
-        self.notes += notes_on(modes, self._channels)
         said = f"{rows.fingerprint} {digest} {prepared.described} {self._channels}"
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
 
@@ -274,12 +266,11 @@ class ImageSamples(TableSamples):
     def _content(self, table: pa.Table, place: int, where: str) -> tuple[bytes, str]:
         return content_of(table.column(self._image)[place].as_py(), self._folder, where)
 
-    def _look(self, rows: TableRows) -> tuple[Counter[str], bytes]:
-        """(how many images have which mode, in the order of the rows; the digest of each image, one after
-        another). A broken image is an error when its row is read, and not here.
+    def _look(self, rows: TableRows) -> tuple[int, bytes]:
+        """(the most channels that an image has; the digest of each image, one after another). A broken image
+        is an error when its row is read, and not here.
         """
-        modes: Counter[str] = Counter()
-        digests = bytearray()
+        found, digests = {1}, bytearray()
         for start in range(0, rows.count, _ROWS_PER_PART):
             table = rows.read(start, min(start + _ROWS_PER_PART, rows.count))
             for place in range(table.num_rows):
@@ -289,9 +280,9 @@ class ImageSamples(TableSamples):
                     content = str(error).encode()
                 else:
                     with suppress(BrokenImage):
-                        modes[opened(content, named).mode] += 1
+                        found.add(channels_of(opened(content, named).mode))
                 digests += _digest(content)
-        return modes, bytes(digests)
+        return max(found), bytes(digests)
 
 
 def _digest(content: bytes) -> bytes:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from psgrad.config import MEASUREMENTS, MeasurementConfig
 from psgrad.data.loss import Criterion
 from psgrad.engine.execution.objective import require_number
-from psgrad.errors import ConfigError, LossError, one_line
+from psgrad.errors import ConfigError, LossError
 from psgrad.user_code import module_of, resolve
 
 
@@ -62,10 +62,8 @@ def resolve_measurement(config: MeasurementConfig, loss: Criterion, base: Path) 
     known = functions.get((config.name, loss.kind))
     if known is None or loss.name == "nll":  # whose outputs are log-probabilities, not logits
         raise ConfigError(
-            one_line(
-                f"influence.measurement: the loss {loss.name} has no {config.name}",
-                "expected " + ("a loss of one class a sample: cross_entropy" + _OTHERS.get(config.name, "")),
-            ),
+            f"influence.measurement: the loss {loss.name} has no {config.name}; expected a loss of one class"
+            f" a sample: cross_entropy{_OTHERS.get(config.name, '')}",
             hint="measure the loss, or name a callable of (output, target) of your own",
         )
     criterion = Criterion(config.name, partial(_minus, known), loss.kind, loss.ignore_index)
@@ -117,23 +115,23 @@ def _log_probability(ignored: int, axes: int, output: torch.Tensor, target: torc
     """The log-probability of the class, or of all tokens that count together. axes: of the output, the
     classes last.
     """
-    if output.dim() != axes or target.is_floating_point():
-        raise LossError(
-            f"the output of one query has shape {tuple(output.shape)}, its target {tuple(target.shape)} of"
-            f" {target.dtype}; expected logits [positions, classes] and labels [positions], or logits [c]"
-            " and one label",
-            hint="measure the loss, or name a callable of (output, target) of your own",
-        )
+    _require_labels(output, target, axes)
     logits = output.reshape(-1, output.shape[-1]).double()
     lost = F.cross_entropy(logits, target.reshape(-1), ignore_index=ignored, reduction="sum")
     return -lost.to(output.dtype)
 
 
 def _is_target(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    if output.dim() != 1 or target.is_floating_point():
+    _require_labels(output, target, 1)
+    return torch.arange(output.shape[0], device=output.device) == target
+
+
+def _require_labels(output: torch.Tensor, target: torch.Tensor, axes: int) -> None:
+    """Raises LossError unless the output has so many axes, the classes last, and the target labels."""
+    if output.dim() != axes or target.is_floating_point():
+        expected = "logits [c] and one label" if axes == 1 else "logits [positions, classes] and labels"
         raise LossError(
             f"the output of one query has shape {tuple(output.shape)}, its target {tuple(target.shape)} of"
-            f" {target.dtype}; expected logits [c] and one label: margin and logit are those of one class",
+            f" {target.dtype}; expected {expected}",
             hint="measure the loss, or name a callable of (output, target) of your own",
         )
-    return torch.arange(output.shape[0], device=output.device) == target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,6 @@ _SIDE = 192  # pixels of an image as it is in the dataset
 
 def input_of(samples: Samples, row: int) -> TopSample:
     """A row's input, as far as a person can look at it: a text, a picture, or the values of a table's row."""
-    if samples.ungrouped is not None:
-        return _first_of_group(samples, row)
     text = samples.describe(row)
     inputs = samples.read(row, row + 1).inputs if text is None else ()
     image = as_image(inputs) if inputs else None
@@ -37,13 +34,6 @@ def _original(samples: Samples, row: int) -> np.ndarray[Any, Any] | None:
     picture = picture.convert("RGB")
     picture.thumbnail((_SIDE, _SIDE))
     return np.asarray(picture)
-
-
-def _first_of_group(samples: Samples, group: int) -> TopSample:
-    """The input of the first row of a group, under the group's id."""
-    assert samples.ungrouped is not None
-    shown = input_of(samples.ungrouped, samples.first_row(group))
-    return replace(shown, id=samples.ids[group], text=samples.describe(group))
 
 
 def as_image(inputs: tuple[torch.Tensor, ...]) -> np.ndarray[Any, Any] | None:

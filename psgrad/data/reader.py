@@ -123,12 +123,10 @@ class CheckedReader:
 
 def _counted(block: Block, ignore_index: int) -> list[int]:
     """For each row how many positions of its target count."""
-    if block.ragged is None or not block.ragged.alike:
-        parts = [block]
-    else:  # what stands behind the rows of a smaller group does not count
-        parts = [block.at(slice(row, row + 1)) for row in range(len(block))]
-    targets = [part.target for part in parts if part.target is not None]
-    return [each for x in targets for each in (x != ignore_index).reshape(len(x), -1).sum(1).tolist()]
+    if block.target is None:
+        return []
+    found: list[int] = (block.target != ignore_index).reshape(len(block), -1).sum(1).tolist()
+    return found
 
 
 def digests(block: Block) -> list[str]:

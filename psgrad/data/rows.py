@@ -24,8 +24,6 @@ from psgrad.run.input_files import Stamp
 
 Array = npt.NDArray[Any]
 
-_SHOWN = 5
-
 
 class Samples(ABC):
     """A dataset in its own order. Rows are counted from 0, in messages too.
@@ -44,10 +42,6 @@ class Samples(ABC):
         class_names: of the classes 0, 1, 2, ... where the data or the model's folder has them. names_found:
             'sorted' where they are only those that this dataset has, in sorted order, 'declared' where it
             says which names its numbers have, else empty.
-        labels_are_positions: whether a label is a position of the input, so that the number of labels differs
-            from row to row.
-        ungrouped: the dataset of rows, where samples are groups of its rows. group_sizes, agreed_targets: as
-            in GroupedSamples.
         stamps: of the files that each pass reads.
         reading: a lock to hold while reading, because a dataset need not support threads.
     """
@@ -59,11 +53,7 @@ class Samples(ABC):
     notes: tuple[str, ...] = ()
     class_names: tuple[str, ...] | None = None
     names_found: str = ""
-    labels_are_positions: bool = False
     code: tuple[object, ...] = ()
-    ungrouped: Samples | None = None
-    group_sizes: Array | None = None
-    agreed_targets: Array | None = None
     stamps: tuple[Stamp, ...] = ()
 
     def __init__(
@@ -125,10 +115,6 @@ class Samples(ABC):
     def row_name(self, row: int) -> str:
         """A row in messages."""
         return f"row {row}"
-
-    def first_row(self, sample: int) -> int:
-        """The row of a sample; of a group of rows its first, counted in `ungrouped`."""
-        return sample
 
     def picture(self, row: int) -> Any:
         """A row's image as it is in the data, of Pillow; None where rows are no images."""
@@ -201,13 +187,12 @@ def unique_ids(ids: Sequence[Any] | Array, name: str) -> Array:
     found = _ids(series, name)
     twice = series[series.duplicated()].drop_duplicates()
     if len(twice):
-        rows = ((value, np.flatnonzero(series == value)[:3]) for value in twice[:_SHOWN])
-        shown = "; ".join(f"{value!r} in rows {', '.join(map(str, places))}" for value, places in rows)
-        more = f"; and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
+        first = twice.tolist()[0]
+        places = ", ".join(map(str, np.flatnonzero(series == first)[:3]))
         ids, occur = ("one id", "occurs") if len(twice) == 1 else (f"{len(twice)} ids", "occur")
         raise DataError(
-            f"{ids} in {name!r} {occur} more than once: {shown}{more}; expected an id of its own for every"
-            " row",
+            f"{ids} in {name!r} {occur} more than once: {first!r} in rows {places}; expected an id of its own"
+            " for every row",
         )
     return found
 
@@ -237,10 +222,5 @@ def ids_and_units(
     config: DataConfig, unit: str | None, count: int, column: Callable[[str], Any]
 ) -> tuple[Array, Array | None]:
     """(the ids of the rows, whom each belongs to), as a config names them. column: values of one by name."""
-    ids = row_numbers(count) if config.id is None else unique_ids(column(config.id), config.id)
+    ids = np.arange(count) if config.id is None else unique_ids(column(config.id), config.id)
     return ids, None if unit is None else unit_ids(column(unit), unit)
-
-
-def row_numbers(count: int) -> Array:
-    """The ids of a dataset that has none."""
-    return np.arange(count, dtype=np.int64)

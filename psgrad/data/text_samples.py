@@ -21,7 +21,6 @@ from psgrad.data.sources.arrow_types import require_numbers
 from psgrad.data.sources.table_rows import Array, TableRows
 from psgrad.data.tasks.classification import Regression, SequenceClassification, TokenClassification
 from psgrad.data.tasks.language_models import CausalLM, MaskedLM, Seq2SeqLM
-from psgrad.data.tasks.questions import QuestionAnswering
 from psgrad.data.tasks.task import TARGET, EncodedRow, Field, TextRows, TextTask
 from psgrad.data.tokenizer import load_tokenizer
 from psgrad.errors import ConfigError
@@ -35,7 +34,6 @@ _TASKS: Mapping[Task, type[TextTask]] = {
     "causal-lm": CausalLM,
     "masked-lm": MaskedLM,
     "seq2seq-lm": Seq2SeqLM,
-    "question-answering": QuestionAnswering,
 }
 
 
@@ -83,11 +81,10 @@ class TextSamples(Samples):
         self.keywords = tuple(field.name for field in task.fields if field.name != TARGET)
         self.notes, self.stamps = (*task.tokenizer.notes, *rows.notes), rows.stamps
         self.class_names = task.class_names
-        self.labels_are_positions = task.labels_are_positions
         self.ragged = RaggedAxes(
             tuple(field.axes for field in self._fields),
             tuple(field.padding for field in self._fields),
-            masked=task.masked and "attention_mask" in self.keywords,
+            masked="attention_mask" in self.keywords,
             limit=task.tokenizer.limit,
         )
         targets = None

@@ -19,7 +19,6 @@ from psgrad.wording import first_line
 
 Where = Callable[[int], str]
 """The number of a text in a call to where it is written, for messages."""
-Cut = Literal["longest_first", "only_second"]
 _SAVED = ("tokenizer*", "vocab*", "*.model")  # the files of a tokenizer
 
 UNLIMITED = 1_000_000  # tokenizers without a limit of their own say 1e30
@@ -32,14 +31,12 @@ class Encoding:
     """The tokens of one row.
 
     ids, types: of each token; types are what token_type_ids are. special: whether a tokenizer put it there.
-    part: 0 or 1 for the first or the second text, None for a special token. word: of a text in words, the
-    number of the token's word. span: the characters [start, end) of its text.
+    word: of a text in words, the number of the token's word. span: the characters [start, end) of its text.
     """
 
     ids: list[int]
     types: list[int]
     special: list[bool]
-    part: Sequence[int | None]
     word: Sequence[int | None]
     span: Sequence[tuple[int, int]]
 
@@ -75,12 +72,11 @@ class Tokenizer:
         *,
         where: Where,
         words: bool = False,
-        cut: Cut = "longest_first",
         target: bool = False,
     ) -> list[Encoding]:
         """The tokens of each text, or pair of texts, with the special tokens that the tokenizer adds.
 
-        words: each of `first` is a list of words. cut: of a pair, what is cut where it is too long. target:
+        words: each of `first` is a list of words. target:
         the texts are what the model is to write, for tokenizers that tell the two apart. Raises DataError
         for a row that is too long where truncation is "error", and for one with a token that the model does
         not have.
@@ -97,7 +93,7 @@ class Tokenizer:
             return found
         self.require_short(len(found[long[0]].ids), where(long[0]))
         few = {key: [values[i] for i in long] for key, values in texts.items()}
-        shorter = self.inner(**few, **options, truncation=cut, max_length=self.limit)
+        shorter = self.inner(**few, **options, truncation="longest_first", max_length=self.limit)
         for i, row in zip(long, _encodings(shorter), strict=True):
             found[i] = row
         return found
@@ -143,7 +139,6 @@ def _encodings(batch: Any) -> list[Encoding]:
             each.ids,
             each.type_ids,
             list(map(bool, each.special_tokens_mask)),
-            each.sequence_ids,
             each.word_ids,
             each.offsets,
         )
@@ -256,15 +251,6 @@ def _fingerprint(inner: Any) -> str:
 
 
 Chat = list[dict[str, Any]]
-
-
-def require_template(tokenizer: Tokenizer) -> None:
-    """Raises DataError for a tokenizer without a chat template."""
-    if not tokenizer.inner.chat_template:
-        raise DataError(
-            "the tokenizer has no chat template, and data.messages needs one",
-            hint="name the tokenizer of a chat model in data.tokenizer, or give prompt and completion",
-        )
 
 
 def chat_tokens(tokenizer: Tokenizer, messages: Chat | None, where: str) -> tuple[list[int], list[bool]]:

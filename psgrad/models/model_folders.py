@@ -32,7 +32,6 @@ _ENDS: Mapping[str, tuple[str, ...]] = {
     "masked-lm": ("ForMaskedLM",),
     "seq2seq-lm": ("ForConditionalGeneration", "ForSeq2SeqLM"),
     "image-classification": ("ForImageClassification",),
-    "question-answering": ("ForQuestionAnswering",),
 }
 
 

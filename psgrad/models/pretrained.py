@@ -36,7 +36,6 @@ AUTO_CLASSES: Mapping[Task, str] = {
     "masked-lm": "AutoModelForMaskedLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
-    "question-answering": "AutoModelForQuestionAnswering",
     "regression": "AutoModelForSequenceClassification",
 }
 _SHOWN = 8
@@ -258,23 +257,20 @@ def _settings_of(model: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class Pick:
-    """Takes what the loss reads out of a model's output, sample axis in front: logits; the start and end
-    logits of question-answering as [n, positions, 2]; the only number of a regression as [n].
+    """Takes what the loss reads out of a model's output, sample axis in front: logits, and of a single number
+    a row that number as [n].
     """
 
-    task: Task
     single: bool = False
 
     def __call__(self, output: Any) -> torch.Tensor:
-        if self.task == "question-answering":
-            return torch.stack([output.start_logits, output.end_logits], -1)
         logits: torch.Tensor = output.logits
         return logits[..., 0] if self.single else logits
 
 
 def pick_for(task: Task, settings: Any) -> Pick:
     """What the loss of a task reads of the output of a model with this config."""
-    return Pick(task, task == "regression" and settings.num_labels == 1)
+    return Pick(task == "regression" and settings.num_labels == 1)
 
 
 def model_inputs(pretrained: Pretrained) -> frozenset[str] | None:

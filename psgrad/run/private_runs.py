@@ -180,4 +180,4 @@ class PrivateRunFolder(RunFolder):
         super().write_bytes(name, data, mode)
 
     def _kept(self) -> str:
-        return "the ledger and the last checkpoint"
+        return "the ledger and the last checkpoint stay"

@@ -105,7 +105,6 @@ def rows(place: Workplace, name: str, /, **columns: list[Any]) -> str:
 
 
 CHAT = {"role": "user", "content": "a"}
-ANSWER = {"answer_start": [0], "text": ["a"]}
 TASKS: dict[str, tuple[str, dict[str, Any], dict[str, list[Any]], str, dict[str, Any]]] = {
     "pair": (
         "BertForSequenceClassification",
@@ -150,13 +149,6 @@ TASKS: dict[str, tuple[str, dict[str, Any], dict[str, list[Any]], str, dict[str,
         {"document": ["a"], "summary": ["b"]},
         "seq2seq-lm",
         {"text": "document", "target": "summary"},
-    ),
-    "answers": (
-        "BertForQuestionAnswering",
-        {},
-        {"question": ["a"], "context": ["b"], "answers": [ANSWER]},
-        "question-answering",
-        {"text": ["question", "context"], "target": "answers"},
     ),
     "images": (
         "ViTForImageClassification",

@@ -176,17 +176,6 @@ def test_lists_of_no_rows_have_their_columns(workplace: Workplace) -> None:
     assert texts == ["id,index\n", "", "id,index,reason\n"]
 
 
-def test_select_groups_of_the_datasets_library(workplace: Workplace) -> None:
-    datasets = pytest.importorskip("datasets")
-    columns = {"x": workplace.arrays["x"].tolist(), "y": workplace.arrays["y"].tolist()}
-    groups = [f"doc-{row // 3}" for row in range(ROWS)]
-    datasets.Dataset.from_dict(columns | {"doc": groups}).save_to_disk("set")
-    workplace.config["data"] = {"dataset": "set", "inputs": "x", "target": "y", "group": "doc"}
-    workplace.succeeded("--no-report")
-    selected(workplace, "index >= 6", "last.parquet")
-    assert pd.read_parquet("last.parquet")["y"].tolist() == columns["y"][18:]
-
-
 @pytest.mark.long
 def test_rows_of_the_datasets_library_become_parquet(workplace: Workplace) -> None:
     datasets = pytest.importorskip("datasets")

@@ -54,11 +54,6 @@ def test_defaults(tmp_path: Path) -> None:
     assert config.output == Path("runs/digits")
 
 
-@pytest.mark.parametrize("name", ["digits", "text"])
-def test_shipped_examples_load(name: str) -> None:
-    assert load_config(Path(__file__).parents[2] / "configs" / f"{name}.yaml").output == Path("runs") / name
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [

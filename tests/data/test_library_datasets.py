@@ -109,8 +109,6 @@ def test_folders_that_are_no_datasets(tmp_path: Path) -> None:
     assert "there is no folder " in error(tmp_path, "./sett")
     (tmp_path / "a.txt").write_text("x")
     assert "data files are data.path" in error(tmp_path, "a.txt")
-    table().save_to_disk(tmp_path / "real")
-    assert "data.config belongs to a hub id" in error(tmp_path, "real", config="en")
 
 
 def test_an_id_that_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from pyarrow import feather
 from pydantic import ValidationError
+from safetensors.torch import save_file
 
 from psgrad.config import DataConfig
 from psgrad.data.sources import json_files
@@ -193,6 +195,10 @@ def write_format(path: Path, columns: dict[str, list[Any]]) -> None:
         opening = pa.ipc.new_stream if path.stem == "stream" else pa.ipc.new_file
         with opening(str(path), table.schema) as writer:
             writer.write_table(table, max_chunksize=2)
+    elif form == ".npz":
+        np.savez(path, **{name: np.array(values) for name, values in columns.items()})
+    elif form == ".safetensors":
+        save_file({name: torch.tensor(values) for name, values in columns.items()}, path)
     else:
         with pa.output_stream(str(path), compression=CODECS.get(path.suffix)) as file:
             file.write(content[form]().encode())
@@ -257,7 +263,10 @@ def write_parts(folder: Path, name: str, parts: list[dict[str, list[Any]]]) -> N
         write_format(folder / name.replace("*", str(number)), part)
 
 
-@pytest.mark.parametrize("name", ["part-*.jsonl", "part-*.parquet", "part-*.csv.gz", "part-*.arrow"])
+MANY = ["part-*.jsonl", "part-*.parquet", "part-*.csv.gz", "part-*.arrow", "part-*.npz", "part-*.safetensors"]
+
+
+@pytest.mark.parametrize("name", MANY)
 def test_many_files_are_one_dataset(tmp_path: Path, name: str) -> None:
     parts = [{"x": [1, 2], "y": [0, 1]}, {"x": [0.5], "y": [2]}, {"x": [7, 8, 9], "y": [0, 0, 1]}]
     write_parts(tmp_path, name, parts)
@@ -292,9 +301,7 @@ def test_a_file_without_rows_among_others(tmp_path: Path, name: str) -> None:
         load_data(config, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", ["part-*.jsonl", "part-*.csv", "part-*.parquet", "part-*.arrow", "part-*.csv.gz"]
-)
+@pytest.mark.parametrize("name", MANY)
 def test_a_file_among_others_that_can_not_be_read(tmp_path: Path, name: str) -> None:
     write_parts(tmp_path, name, [{"x": [row + 0.5] * 40, "y": [0] * 40} for row in range(3)])
     middle = tmp_path / name.replace("*", "1")
@@ -327,6 +334,12 @@ def test_columns_that_differ_between_files(tmp_path: Path) -> None:
     assert f"0.jsonl, string in {tmp_path / '1.jsonl'}" in message
     (tmp_path / "1.jsonl").write_text('{"z": 1}')
     assert "1.jsonl has no column 'x'" in error(tmp_path, Path("*.jsonl"), ConfigError, inputs="x")
+
+
+def test_arrays_that_differ_in_shape_between_files(tmp_path: Path) -> None:
+    np.savez(tmp_path / "0.npz", x=np.zeros((2, 3), np.float32))
+    np.savez(tmp_path / "1.npz", x=np.zeros((2, 4), np.float32))
+    assert "the column 'x' has mixed types: " in error(tmp_path, Path("*.npz"), inputs="x")
 
 
 def test_ids_in_many_csv_files_are_text_where_one_has_text(tmp_path: Path) -> None:

@@ -160,9 +160,7 @@ def test_masked_tokens_are_the_same_each_time_and_15_percent(tmp_path: Path) -> 
 
 
 TOKENIZERS = {"causal-lm": "gpt", "seq2seq-lm": "t5"}
-SQUAD = {"q": "who sat?", "c": "the cat sat on the mat"}
 CLASSIFY = {"text": "t", "target": "y"}
-ASKED = {"text": ["q", "c"], "target": "y"}
 TAGS = "token-classification"
 
 
@@ -200,18 +198,6 @@ def test_task_refuses_a_config(
         (TAGS, {"t": ["the"], "y": None}, CLASSIFY, "'y' is of type null"),
         (TAGS, {"t": "the cat", "y": [0, 1]}, CLASSIFY, "expected a list of words in each row"),
         (TAGS, {"t": ["the", None], "y": [0, 1]}, CLASSIFY, "the word at position 1 is missing"),
-        (
-            "question-answering",
-            {**SQUAD, "y": {"answer_start": [4], "text": ["sat"]}},
-            ASKED,
-            "the context has 'cat' at character 4, and the answer is 'sat'",
-        ),
-        (
-            "question-answering",
-            {**SQUAD, "y": {"start": 4, "end": 70}},
-            ASKED,
-            "the answer has the characters 4 to 70, and the context has 22",
-        ),
         ("regression", {"t": TEXT, "y": [1.0, 2.0]}, CLASSIFY, "the length of 'y' is 2; expected 1"),
     ],
 )

@@ -32,6 +32,7 @@ Reduction = Annotated[
 IgnoreIndex = Annotated[int | None, Field(description="Targets with this value don't count")]
 
 
+@dataclass(frozen=True)
 class _OfClasses(Loss):
     """A loss [*positions] of each position, and its mean."""
 
@@ -56,8 +57,6 @@ class CrossEntropy(_OfClasses):
     """Logits [c] or [c, *positions] against labels [] or [*positions], or probabilities [c, *positions]."""
 
     label_smoothing: Smoothing = 0.0
-    weight: ClassWeights = None
-    ignore_index: IgnoreIndex = None
 
     name: ClassVar[str] = "cross_entropy"
     kind: ClassVar[LossKind] = "class"
@@ -89,8 +88,6 @@ class TokenCrossEntropy(_OfClasses):
     """Logits [t, c] against labels [t]: the mean, or the sum, over the positions that are not ignored."""
 
     label_smoothing: Smoothing = 0.0
-    weight: ClassWeights = None
-    ignore_index: IgnoreIndex = None
     reduction: Reduction = "mean"
 
     name: ClassVar[str] = "token_cross_entropy"
@@ -119,9 +116,6 @@ class TokenCrossEntropy(_OfClasses):
 @dataclass(frozen=True)
 class NLL(_OfClasses):
     """Log-probabilities [c] or [c, *positions] against labels [] or [*positions]."""
-
-    weight: ClassWeights = None
-    ignore_index: IgnoreIndex = None
 
     name: ClassVar[str] = "nll"
     kind: ClassVar[LossKind] = "class"

@@ -75,7 +75,11 @@ def common_schema(schemas: Sequence[tuple[object, pa.Schema]], texts: Iterable[s
             if merged is None and field.name in texts and (is_text(before) or is_text(field.type)):
                 merged = pa.string()
             if merged is None:
-                raise mixed_types(field.name, (first, before), (where, field.type))
+                raise DataError(
+                    f"the column {field.name!r} has mixed types: {before} in {first}, {field.type} in"
+                    f" {where}",
+                    hint="convert the column to one type before it is saved",
+                )
             found[field.name] = (where if pa.types.is_null(before) else first), merged
     return pa.schema([(name, kind) for name, (_, kind) in found.items()])
 
@@ -98,11 +102,3 @@ def merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return pa.unify_schemas(schemas, promote_options="permissive").field("x").type
     except pa.ArrowException:
         return None
-
-
-def mixed_types(name: str, one: tuple[object, pa.DataType], other: tuple[object, pa.DataType]) -> DataError:
-    """The error for a column that holds one thing in one place and another in another."""
-    return DataError(
-        f"the column {name!r} has mixed types: {one[1]} in {one[0]}, {other[1]} in {other[0]}",
-        hint="convert the column to one type before it is saved",
-    )

@@ -5,7 +5,6 @@ lines in which rows begin, for `psgrad check`.
 from __future__ import annotations
 
 import csv
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ from psgrad.errors import DataError
 
 _BLOCK_BYTES = 8 << 20
 _NUMBERS = (pa.int64(), pa.float64(), pa.bool_())  # in the order in which a column is tried as
-_LIST = re.compile(r"""['"]?(\s*\[.*|[-+.\deE]+([\s,;]+[-+.\deE]+)+\s*)['"]?""", re.DOTALL)
 
 
 def read_csv(path: Path, roles: ColumnRoles) -> pa.Table:
@@ -56,7 +54,8 @@ def _reader(path: Path, columns: Sequence[str], texts: Sequence[str]) -> pyarrow
     mark = "\t" if data_format(path) == "tsv" else ","
     return pyarrow.csv.open_csv(
         path,
-        read_options=pyarrow.csv.ReadOptions(block_size=_BLOCK_BYTES),
+        # One thread, as only then Arrow knows the number of a row.
+        read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
         parse_options=pyarrow.csv.ParseOptions(delimiter=mark, newlines_in_values=True),
         convert_options=pyarrow.csv.ConvertOptions(
             include_columns=columns, column_types=_texts(texts), null_values=[""], strings_can_be_null=True
@@ -99,10 +98,7 @@ def _not_a_number(texts: pa.ChunkedArray, name: str, path: Path) -> DataError:
     """The error for the first cell that is no number."""
     cells = texts.to_pylist()
     row = next((row for row, each in enumerate(cells) if each is not None and not _is_number(each)), 0)
-    example = f"row {row} holds {cells[row]!r} in {path}"
-    if _LIST.fullmatch(cells[row] or ""):
-        return not_numbers(name, "text", example, "for lists write jsonl, parquet or arrow")
-    return not_numbers(name, "text", example)
+    return not_numbers(name, "text", f"row {row} holds {cells[row]!r} in {path}")
 
 
 def _require_names(texts: pa.ChunkedArray, name: str, path: Path) -> None:

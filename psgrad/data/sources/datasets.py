@@ -29,7 +29,6 @@ from psgrad.data.rows import (
     Block,
     Samples,
     checked_weights,
-    row_numbers,
     stacked,
     to_tensor,
     unique_ids,
@@ -112,7 +111,7 @@ class DatasetSamples(Samples):
     def ids(self) -> Array:  # type: ignore[override]  # made when asked for: items may have to be read
         """The ids that the items hold, each of which is read for them; without such, the rows' numbers."""
         if self._config.id is None:
-            return row_numbers(self._count)
+            return np.arange(self._count)
         with restored():
             return unique_ids([self._looked_at(row).id for row in range(self._count)], self._config.id)
 

@@ -72,7 +72,7 @@ def is_library_dataset(value: object) -> bool:
 
 
 def library_dataset(config: DataConfig, base: Path) -> Any:
-    """The `datasets.Dataset` that data.dataset, data.config and data.split name.
+    """The `datasets.Dataset` that data.dataset and data.split name.
 
     Raises ConfigError for a folder, an id or a split that is not there, DataError for a damaged one,
     ModelError where the library is not installed.
@@ -81,8 +81,6 @@ def library_dataset(config: DataConfig, base: Path) -> Any:
     library("datasets")
     folder = base / config.dataset
     if folder.is_dir():
-        if config.config is not None:
-            raise ConfigError(f"data.config belongs to a hub id, and data.dataset is the folder {folder}")
         with errors_of_damage(folder, "a folder of save_to_disk"):
             return _of_folder(folder, config.split)
     if folder.exists() or not is_hub_id(config.dataset):
@@ -125,17 +123,17 @@ def _part(parts: Mapping[str, Any], split: str, where: object) -> Any:
 
 def _of_cache(config: DataConfig) -> Any:
     """The split of a hub id that the config names, or the only one. Raises ConfigError."""
-    named = f"{config.dataset}" + ("" if config.config is None else f", config {config.config}")
     try:
         with _offline():
-            found = library("datasets").load_dataset(config.dataset, config.config, split=config.split)
+            found = library("datasets").load_dataset(config.dataset, split=config.split)
     except Exception as error:  # of datasets, huggingface_hub and fsspec
         raise ConfigError(
-            f"data.dataset: {named} is not in the local cache of datasets, or not whole: {first_line(error)}",
+            f"data.dataset: {config.dataset} is not in the local cache of datasets, or not whole:"
+            f" {first_line(error)}",
             hint="call datasets.load_dataset once to download it, or name a folder of save_to_disk",
         ) from error
     if isinstance(found, Mapping) and len(found) > 1:
-        raise _no_split(named, list(found))
+        raise _no_split(config.dataset, list(found))
     return next(iter(found.values())) if isinstance(found, Mapping) else found
 
 

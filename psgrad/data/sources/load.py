@@ -71,7 +71,11 @@ def load_data(
 
         made = made_by_factory(config, base)
         if not is_library_dataset(made):
-            _require_no_texts(made, config)
+            if config.reads_texts or config.image is not None:
+                raise ConfigError(
+                    f"the factory {config.factory} returned an object of type {type(made).__name__}, and data"
+                    " names columns of text or images; expected a datasets.Dataset",
+                )
             return DatasetSamples(made, config, unit, labels_for(config, criterion))
     if config.reads_texts:
         return _texts(config, base, unit, pretrained, made)
@@ -80,15 +84,6 @@ def load_data(
         _require_order(rows, config, labels.names)
         return TableSamples(rows, config, unit, labels)
     return _images(rows, config, base, unit, labels, pretrained or trained_on)
-
-
-def _require_no_texts(made: Any, config: DataConfig) -> None:
-    """Raises ConfigError for columns of text, or of images, of a Dataset that has tensors."""
-    if config.reads_texts or config.image is not None:
-        raise ConfigError(
-            f"the factory {config.factory} returned an object of type {type(made).__name__}, and data"
-            " names columns of text or images; expected a datasets.Dataset, whose columns may be such",
-        )
 
 
 def labels_for(config: DataConfig, criterion: Criterion | None) -> Labels:

@@ -39,42 +39,27 @@ def has_whole_rows(data: DataConfig) -> bool:
     return data.dataset is not None
 
 
-def whole_rows(
-    data: DataConfig, base: Path, places: Collection[int], groups: Collection[str] | None = None
-) -> tuple[Rows, int]:
+def whole_rows(data: DataConfig, base: Path, places: Collection[int]) -> tuple[Rows, int]:
     """(the rows at these places, counted from 0, in the order of the dataset, with all columns; how many rows
-    there are). groups: in place of places, what the column `data.group` of the rows holds. Cells of csv are
-    text, as they are spelled. Raises DataError.
+    there are). Cells of csv are text, as they are spelled. Raises DataError.
     """
     kept: list[Rows] = []
     names: dict[str, None] = {}
     count = 0
     for part in _parts(data, base):
-        if not isinstance(part, pa.Table):
-            names.update(dict.fromkeys(name for row in part for name in row))
-        if groups is None:
-            mask = [place in places for place in range(count, count + len(part))]
-        else:
-            mask = [str(group) in groups for group in _column(part, str(data.group))]
-        kept.append(
-            part.filter(pa.array(mask, pa.bool_()))
-            if isinstance(part, pa.Table)
-            else [row for row, wanted in zip(part, mask, strict=True) if wanted]
-        )
+        mask = [place in places for place in range(count, count + len(part))]
         count += len(part)
+        if isinstance(part, pa.Table):
+            kept.append(part.filter(pa.array(mask, pa.bool_())))
+            continue
+        names.update(dict.fromkeys(name for row in part for name in row))
+        kept.append([row for row, wanted in zip(part, mask, strict=True) if wanted])
     if kept and isinstance(kept[0], pa.Table):
         return pa.concat_tables(kept, promote_options="permissive"), count
     records = [row for part in kept for row in part]
     if not records:  # a table of no rows has its columns still
         return pa.table({name: pa.array([], pa.string()) for name in names}), count
     return records, count
-
-
-def _column(part: Rows, name: str) -> list[Any]:
-    if isinstance(part, pa.Table):
-        found: list[Any] = part.column(name).to_pylist()
-        return found
-    return [row.get(name) for row in part]
 
 
 def _parts(data: DataConfig, base: Path) -> Iterator[Rows]:

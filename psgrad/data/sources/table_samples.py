@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -64,7 +63,11 @@ def axis_lengths(rows: TableRows, name: str) -> Array:
     found = []
     for start in range(0, count, _ROWS_PER_PART):
         part = rows.read(start, min(start + _ROWS_PER_PART, count)).column(name).combine_chunks()
-        found.append(_shapes(part, name, partial(_name_from, rows, start)))
+
+        def row_name(place: int, first: int = start) -> str:
+            return rows.row_name(first + place)
+
+        found.append(_shapes(part, name, row_name))
     lengths = np.concatenate(found)
     empty = (lengths == 0).any(axis=1)
     if empty.any() and not empty.all():
@@ -115,10 +118,6 @@ def _lengths(array: pa.Array) -> Array:
 def _name_by_value(lengths: Array, row_name: RowName) -> RowName:
     """Names the row that a value belongs to, of lists of these lengths."""
     return lambda place: row_name(int(np.searchsorted(np.cumsum(lengths), place, side="right")))
-
-
-def _name_from(rows: TableRows, first: int, place: int) -> str:
-    return rows.row_name(first + place)
 
 
 def _is_fixed(kind: pa.DataType) -> bool:

@@ -79,7 +79,8 @@ class HeadLabels:
         """Raises ConfigError as `names_of_head` does."""
         self.names = names_of_head(config, data)
         self.count: int = config.num_labels
-        self._places = {name: place for place, name in enumerate(self.names or ())}
+        names = self.names or [f"LABEL_{place}" for place in range(self.count)]  # as transformers has them
+        self._places = {name: place for place, name in enumerate(names)}
 
     def number(self, value: Any) -> int | None:
         """The class of a label; None for a value that is not a label of the head. -100 stays, a label that

@@ -23,7 +23,7 @@ from psgrad.data.tasks.task import (
     require_kind,
     require_text,
 )
-from psgrad.data.tokenizer import Encoding, Tokenizer, chat_tokens, require_template
+from psgrad.data.tokenizer import Encoding, Tokenizer, chat_tokens
 from psgrad.errors import ConfigError, DataError
 from psgrad.models.pretrained import Pretrained, shift_of
 
@@ -52,8 +52,11 @@ class CausalLM(TextTask):
             )
         others = (data.prompt, data.completion, data.messages)
         self.columns = (*self.texts, *(name for name in others if name is not None))
-        if data.messages is not None:
-            require_template(self.tokenizer)
+        if data.messages is not None and not tokenizer.inner.chat_template:
+            raise DataError(
+                "the tokenizer has no chat template, and data.messages needs one",
+                hint="name the tokenizer of a chat model in data.tokenizer, or give prompt and completion",
+            )
 
     def check(self, schema: pa.Schema) -> None:
         for name in self.columns:
@@ -90,8 +93,8 @@ class CausalLM(TextTask):
             self.tokenizer.require_short(len(ids), rows.where(i))
             kept = self.tokenizer.kept(len(ids))
             ids, wrote = ids[kept], wrote[kept]
-            none = [None] * len(ids)
-            found.append((Encoding(ids, [0] * len(ids), [False] * len(ids), none, none, []), wrote))
+            count = len(ids)
+            found.append((Encoding(ids, [0] * count, [False] * count, [None] * count, []), wrote))
         return found
 
     def _of_pairs(self, rows: TextRows, prompt: str, completion: str) -> list[tuple[Encoding, list[bool]]]:

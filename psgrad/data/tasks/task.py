@@ -81,14 +81,9 @@ class TextTask(ABC):
         needed: those of them that must be there. most: how many columns of text there may be.
         fields: the tensors of a row, the target last.
         label_per_token: whether the target has a label at each position of the inputs.
-        masked: whether padding is without effect on the loss where the model heeds its attention mask. It is
-            not where the loss compares positions.
-        labels_are_positions: whether a label is a position of the input, and not a class.
         class_names: of the classes that labels are; None where labels are not classes or have no names.
     """
 
-    masked: ClassVar[bool] = True
-    labels_are_positions: ClassVar[bool] = False
     keys: ClassVar[str]
     needed: ClassVar[tuple[str, ...]] = ("text", "target")
     most: ClassVar[int] = 2

@@ -7,7 +7,6 @@ pass of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +41,6 @@ def plan_buckets(
     By dynamic programming over the rows in the order of their positions; rows of unequal length share a
     bucket only where the model ignores padding.
     """
-    if ragged.alike:
-        return _apart(lengths, ragged, once=once, most=most)
     rows, buckets = lengths.numpy(), list[torch.Tensor]()
     for places, longest in cuts_by_length(rows, ragged, once, most):
         size = int(positions_of(longest[None], ragged)[0])
@@ -70,16 +67,6 @@ def cuts_by_length(
         ends = cheapest_ends(distinct, counts, ragged, once, most)
     for first, end in zip([0, *ends[:-1]], ends, strict=True):
         yield np.flatnonzero((first <= of_row) & (of_row < end)), distinct[first:end].max(0)
-
-
-def _apart(lengths: torch.Tensor, ragged: RaggedAxes, *, once: float, most: int | None) -> list[torch.Tensor]:
-    """The buckets of rows that are equal in the columns `ragged.alike`, for each of their lengths there."""
-    _, kind = np.unique(lengths[:, list(ragged.alike)].numpy(), axis=0, return_inverse=True)
-    within, buckets = replace(ragged, alike=()), []
-    for each in range(int(kind.max()) + 1):
-        places = torch.from_numpy(np.flatnonzero(kind.reshape(-1) == each))
-        buckets += [places[own] for own in plan_buckets(lengths[places], within, once=once, most=most)]
-    return buckets
 
 
 def cheapest_ends(

@@ -65,8 +65,6 @@ def why_without_programs(ragged: RaggedAxes) -> str | None:
     """Why rows that differ in length are not padded to few lengths; None where they are."""
     if not ragged.masked:
         return "rows differ in length, and the model does not ignore padding"
-    if ragged.alike:
-        return "rows are groups of different sizes"
     if ragged.limit is None:
         return "rows differ in length, and how long they may be at most is not known"
     return None
