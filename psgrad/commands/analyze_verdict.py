@@ -95,7 +95,7 @@ def _column_of_data(run: Setup, measures: Sequence[Measure]) -> tuple[str, npt.N
     by = run.config.analyze.outliers.group_by
     if by is None or by in {"class", "length", *SAMPLE_COLUMNS} or _giving(measures, by):
         return None
-    units = run.more_samples(run.config.data, by).units
+    units = run.other_samples(run.config.data, by).units
     if units is None:
         return None
     return by, units[run.samples.rows] if isinstance(run.samples, DrawnSamples) else units

@@ -40,9 +40,7 @@ _CURVE_POINTS = 300
 
 def draw_influence_plots(result: InfluenceResult) -> list[Plot]:
     """All figures that this result has the data for, in reading order."""
-    plots = list[Plot]()
-    if result.manifest.influence.search is None:  # all rows have scores
-        plots += [score_distributions(result), cumulative(result)]
+    plots = [score_distributions(result), cumulative(result)]
     if "self_influence" in result.training and result.training["self_influence"].notna().any():
         plots.append(self_influence_against_loss(result))
     return plots

@@ -108,10 +108,9 @@ class OutlierFacts:
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """Where a model that no factory built came from: a pretrained one, or one of timm.
+    """Where a model that no factory built came from: a pretrained one.
 
     pretrained: as the config names it; folder, commit: where it was found; adapters: a sentence for each.
-    timm: the model's name there; version: of timm.
     """
 
     pretrained: str | None = None
@@ -120,8 +119,6 @@ class ModelOrigin:
     task: str | None = None
     adapters: list[str] = field(default_factory=list)
     dtype: str | None = None
-    timm: str | None = None
-    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ class ModelFacts:
     @property
     def name(self) -> str | None:
         """The factory, or what the config names in its place."""
-        return self.factory or self.origin.pretrained or self.origin.timm
+        return self.factory or self.origin.pretrained
 
 
 @dataclass(frozen=True)
@@ -230,8 +227,7 @@ class InfluenceFacts:
     """The settings of an influence run, and, from `check` on, its results.
 
     checkpoints: path, sha256 and learning_rate of each. queries: rows and fingerprint. fit: the facts of the
-        method at each checkpoint. coverage: how many of the model's parameters scores are about. search: of
-        an approximate search of an index, which share of the strongest rows it has found.
+        method at each checkpoint. coverage: how many of the model's parameters scores are about.
     """
 
     method: str | None = None
@@ -246,7 +242,6 @@ class InfluenceFacts:
     queries: dict[str, Any] = field(default_factory=dict)
     check: dict[str, Any] | None = None
     fit: list[dict[str, Any]] | None = None
-    search: dict[str, Any] | None = None
     warnings: list[str] | None = None
 
 
