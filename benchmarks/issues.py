@@ -6,8 +6,8 @@
 Three sets: scikit-learn's digits (1,797 pictures of ten classes) and breast cancer (569 rows of a table, two
 classes), and 1,500 passages of Python's standard library, of four lines each, whose class is the package that
 they are from (asyncio, concurrent and multiprocessing; email; tkinter; unittest; xml; json and logging).
-A share of the labels is changed: to any other class (symmetric); or, of the first half of the classes alone, to
-the next one (asymmetric).
+A share of the labels is changed: to any other class (symmetric); or, of the first half of the classes alone,
+to the next one (asymmetric).
 
 A network with one hidden layer of 64 is trained for 20 epochs on all rows with these labels; every second
 epoch is a checkpoint. `psgrad analyze` makes the issue table of the last one and of all ten. Out of sample

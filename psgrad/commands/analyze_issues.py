@@ -20,6 +20,8 @@ Array = npt.NDArray[Any]
 
 WIDTH = 32  # features of an input
 _ROWS = 64  # read at once
+# What a dataset is made of beside inputs: a column of its own is read without these.
+_OTHERS = ("target", "text", "prompt", "completion", "messages", "image", "id", "weight")
 
 
 def label_probabilities(run: Setup) -> Array | None:
@@ -34,7 +36,8 @@ def label_probabilities(run: Setup) -> Array | None:
             f"analyze.probabilities: {name!r} is given, and the loss {config.loss.name} has no classes of"
             " single rows; expected it with cross_entropy, and without data.group",
         )
-    column = load_data(config.data.with_inputs((name,)), config.base, allow_download=config.allow_download)
+    alone = config.data.model_copy(update={**dict.fromkeys(_OTHERS), "inputs": {name: name}})
+    column = load_data(alone, config.base)
     drawn = run.samples.rows if isinstance(run.samples, DrawnSamples) else np.arange(len(run.samples))
     values = column.take(drawn).inputs[0].double().numpy()
     if values.ndim != 2 or column.ragged is not None or (classes or values.shape[1]) != values.shape[1]:
