@@ -77,12 +77,6 @@ def test_random_predictions_bring_up_no_other_order() -> None:
         assert facts.order is None
 
 
-def test_a_good_model_on_few_rows_has_no_warning() -> None:
-    for seed in range(300):
-        labels = drawn(1 + seed % 40, 3, seed)
-        assert label_warning(label_facts(labels, predicted(labels, 0.8, 3, seed)), None) == ""
-
-
 def test_a_model_that_says_one_class_is_no_better_than_chance() -> None:
     labels = drawn(300, 10)
     words = label_warning(label_facts(labels, np.full(300, 4)), None)
