@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy.typing as npt
 import pandas as pd
 
+from psgrad.commands.analyze_issues import input_features, label_probabilities
 from psgrad.commands.analyze_passes import Measured, Passes
 from psgrad.commands.analyze_tables import (
     about_rows,
@@ -41,7 +43,7 @@ from psgrad.engine.measures.builtin.projected_gradients import COLUMN as PROJECT
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.errors import ConfigError, DistributedError
 from psgrad.quality.gates import share_of
-from psgrad.quality.issues import issue_table
+from psgrad.quality.issues import MOST, IssueTable, issue_table
 from psgrad.quality.judging import OutlierTable
 from psgrad.run import RunFolder
 from psgrad.run.finished import ISSUE_SUMMARY, ISSUES, load_run
@@ -116,8 +118,7 @@ def analyze(
             folder.finish_samples(judged.frame)
             folder.write_table("parameters.parquet", parameters)
             folder.write_measures(measures)
-            projected = measured.rows.get(PROJECTED)
-            issues = issue_table(judged.frame, None if projected is None else projected.double().numpy())
+            issues = analysis.issues(judged, measured, measures)
             folder.write_table(ISSUES, issues.samples)
             folder.write_table(ISSUE_SUMMARY, issues.summary)
         analysis.say_what_to_know(run)
@@ -163,6 +164,7 @@ class Analysis:
     in_dataset: int
     limit: int | float | None
     sample: bool
+    probabilities: npt.NDArray[Any] | None
 
     @property
     def norms(self) -> GradientNorms:
@@ -217,6 +219,20 @@ class Analysis:
             if each.name and each.is_shown
         }
         return parameter_table(self.norms, self.setup.objective.params), measures
+
+    def issues(
+        self, judged: OutlierTable, measured: Measured, measures: dict[str, MeasureResult]
+    ) -> IssueTable:
+        """The issue table; the inputs are read once more where near duplicates are looked for."""
+        frame, projected, features = judged.frame, None, None
+        if PROJECTED in measured.rows:
+            projected = measured.rows[PROJECTED].double().numpy()
+            if self.setup.samples.group_sizes is None and len(frame) <= MOST:
+                features = input_features(self.setup.reader, len(frame))
+        history = measures.get("trajectory")
+        losses = None if history is None else history.arrays.get("loss")
+        probabilities = None if self.probabilities is None else self.probabilities[: len(frame)]
+        return issue_table(frame, projected, features, losses, probabilities)
 
     def shown(
         self, judged: OutlierTable, measures: dict[str, MeasureResult]
@@ -277,7 +293,7 @@ def load_analysis(config: Config, limit: int | float | None, sample: bool, run: 
     setup = setup.with_rows_described()
     setting, every = prepare(setup, measures, count, partial(run.say, "samples"))
     rule = outlier_rule(setup, measures)
-    analysis = Analysis(setup, setting, every, rule, in_dataset, limit, sample)
+    analysis = Analysis(setup, setting, every, rule, in_dataset, limit, sample, label_probabilities(setup))
     if processes.size > 1:
         require_mergeable(every)
         analysis.require_same_on(processes)

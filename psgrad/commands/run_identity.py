@@ -30,7 +30,7 @@ from psgrad.wording import short_repr
 NUMBER_OF_PARTS = "number of parts"
 """A line of the identity of a run in parts."""
 # The keys of analyze that decide which of the finished rows are outliers.
-_OF_VERDICT = ("outliers", "review_fraction")
+_OF_VERDICT = ("outliers", "review_fraction", "probabilities")
 _SHOWN = 4
 
 

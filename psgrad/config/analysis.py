@@ -92,6 +92,10 @@ class AnalyzeConfig(ConfigSection):
     """
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the random numbers of measures."""
+    probabilities: str | None = None
+    """Column of the dataset with a list of the probabilities of all classes, by models that were not trained
+    on the row (cross-validation): label issues are found by them.
+    """
     outliers: OutlierConfig = Field(default_factory=OutlierConfig)
     """Which samples are outliers."""
 

@@ -24,10 +24,8 @@ WEAK = 0.75  # a group is weak whose mean confidence is below this part of that 
 NEAR = 0.05  # samples are near duplicates whose distance is below this part of the median nearest one
 NOT_IID = 0.01  # the p-value of an order that is not one of independent draws
 _NEIGHBOURS, _PERMUTATIONS, _FEWEST = 10, 199, 30
-_MOST = 50_000  # samples whose neighbours are searched
-_NEEDS = (
-    f"needs the measure projected_gradients, {_FEWEST} to {_MOST:,} samples, and no gradient that is zero"
-)
+MOST = 50_000  # samples whose neighbours are searched
+_NEEDS = f"needs the measure projected_gradients, {_FEWEST} to {MOST:,} samples, and no gradient that is zero"
 
 
 @dataclass(frozen=True)
@@ -53,17 +51,26 @@ class _Issue:
     of_dataset: float | None = None
 
 
-def issue_table(samples: pd.DataFrame, projected: Array | None = None) -> IssueTable:
+def issue_table(
+    samples: pd.DataFrame,
+    projected: Array | None = None,
+    features: Array | None = None,
+    losses: Array | None = None,
+    probabilities: Array | None = None,
+) -> IssueTable:
     """The issues of a finished run.
 
     Args:
         samples: its table of samples.
         projected: [n, k], the projected gradients of the samples, where the run has them.
+        features: [n, f] of their inputs, which no label is part of.
+        losses: [n, t] at each checkpoint of the training, where the run has them.
+        probabilities: [n, classes], of each class out of sample, where the data has them.
     """
     issues = [
-        _label(samples),
+        _label(samples, losses, probabilities),
         _outlier(samples),
-        _near_duplicate(samples, projected),
+        _near_duplicate(samples, projected, features),
         _non_iid(projected),
         _class_imbalance(samples),
         _underperforming_group(samples),
@@ -85,27 +92,65 @@ def issue_table(samples: pd.DataFrame, projected: Array | None = None) -> IssueT
     return IssueTable(pd.DataFrame(columns), summary)
 
 
-def _label(samples: pd.DataFrame) -> _Issue:
-    """By the probability that the model gives to the label, over the checkpoints of the training where the
-    run has them: confident learning's rule (Northcutt et al. 2021) with a sample's own probability alone. It
-    is an issue where the model prefers another class, and the label's probability is below its class's mean.
-    """
+def _label(samples: pd.DataFrame, losses: Array | None, probabilities: Array | None) -> _Issue:
+    """By probabilities out of sample, else over the checkpoints of the training, else by the one model."""
     if not has_classes(samples):
         return _Issue("label", "needs a loss over classes")
-    given, predicted = samples["target"], samples["prediction"]
-    if "mean_confidence" in samples and "correctness" in samples:
-        confidence, prefers_other = samples["mean_confidence"], samples["correctness"] < 0.5
-        made_of = "probabilities of the label over the training's checkpoints"
+    given, predicted = samples["target"], samples["prediction"].to_numpy()
+    if probabilities is not None:
+        flags, scores = _by_probabilities(given.to_numpy(int), probabilities)
+        predicted, made_of = probabilities.argmax(1), "probabilities out of sample, by confident learning"
+    elif losses is not None and "correctness" in samples:
+        flags, scores = _by_checkpoints(samples["correctness"].to_numpy(float), losses)
+        made_of = "losses and predictions over the training's checkpoints"
     else:
-        confidence, prefers_other = np.exp(-samples["loss"]), predicted.ne(given) & predicted.notna()
+        confidence = np.exp(-samples["loss"])
+        usual = confidence.groupby(given).transform("mean")
+        prefers_other = (samples["prediction"].ne(given) & samples["prediction"].notna()).to_numpy(bool)
+        flags, scores = prefers_other & (confidence < usual).to_numpy(bool), confidence.to_numpy(float)
         made_of = (
             "this one model, which has seen its labels: wrong ones that it has learnt are not found; the"
-            " measure trajectory over analyze.checkpoints finds them"
+            " measure trajectory over analyze.checkpoints finds them, or analyze.probabilities"
         )
-    usual = confidence.groupby(given).transform("mean")
-    flags = prefers_other & (confidence < usual)
-    further = {"given_label": given.to_numpy(), "predicted_label": predicted.to_numpy()}
-    return _Issue("label", made_of, flags.to_numpy(bool), _clipped(confidence), further)
+    further = {"given_label": given.to_numpy(), "predicted_label": predicted}
+    return _Issue("label", made_of, flags, _clipped(scores), further)
+
+
+def _by_probabilities(given: Array, probabilities: Array) -> tuple[Array, Array]:
+    """(flags, scores) [n] by confident learning (Northcutt, Jiang, Chuang 2021, section 3.1): a class is
+    likely whose probability is at least its mean over the samples with that label. It is an issue where the
+    likeliest one of these, and of all, is not the label. The score is the label's probability.
+    """
+    classes = range(probabilities.shape[1])
+    usual = np.array(
+        [probabilities[given == each, each].sum() / max((given == each).sum(), 1) for each in classes]
+    )
+    usual[~np.isin(classes, given)] = np.inf
+    likely = np.where(probabilities >= usual, probabilities, -1.0)
+    known = np.isin(given, classes)
+    others = (likely.argmax(1) != given) & (probabilities.argmax(1) != given)
+    own = probabilities[np.arange(len(given)), np.where(known, given, 0)]
+    return known & others & (likely.max(1) >= 0), np.where(known, own, 1.0)
+
+
+def _by_checkpoints(correctness: Array, losses: Array) -> tuple[Array, Array]:
+    """(flags, scores) [n]: it is an issue where most checkpoints predict another class, and the root of the
+    mean loss, a deviance residual, is in the upper one of two groups, by Otsu's threshold (1979).
+
+    The score is the mean of two numbers: the share of checkpoints that predict the label, and the label's
+    geometric mean probability.
+    """
+    mean = np.nan_to_num(losses.astype(float), nan=np.inf).clip(min=0).mean(1)
+    residual = np.sqrt(mean)
+    ordered = np.sort(residual[np.isfinite(residual)])
+    limit = np.inf
+    if len(ordered) > 1 and ordered[0] < ordered[-1]:
+        below = np.arange(1, len(ordered))
+        sums = ordered.cumsum()[:-1]
+        apart = sums / below - (ordered.sum() - sums) / below[::-1]
+        place = int((below * below[::-1] * apart**2).argmax())
+        limit = (ordered[place] + ordered[place + 1]) / 2
+    return (correctness < 0.5) & (residual > limit), (correctness + np.exp(-mean)) / 2
 
 
 def _outlier(samples: pd.DataFrame) -> _Issue:
@@ -117,29 +162,41 @@ def _outlier(samples: pd.DataFrame) -> _Issue:
     return _Issue("outlier", "the review list: ranks of gradient norms", flags, _clipped(scores))
 
 
-def _near_duplicate(samples: pd.DataFrame, projected: Array | None) -> _Issue:
-    """Samples whose gradients nearly agree, in sets; the score is the distance to the nearest one beside the
-    median of these distances. Duplicates with different labels have unlike gradients, and are not found.
+def _near_duplicate(samples: pd.DataFrame, projected: Array | None, features: Array | None) -> _Issue:
+    """Samples whose gradients or inputs nearly agree, in sets, those with different labels first. The score
+    is the distance to the nearest one beside the median of these distances; 0 where labels differ.
+
+    Gradients find what is alike to the model. Those of different labels are unlike: inputs find these.
     """
-    name = "near_duplicate"
-    points = _directions(projected)
+    name, points = "near_duplicate", _directions(projected)
     if points is None:
         return _Issue(name, _NEEDS)
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
     from sklearn.neighbors import NearestNeighbors
 
-    search = NearestNeighbors(n_neighbors=min(_NEIGHBOURS, len(points) - 1) + 1).fit(points)
-    distances, neighbours = search.kneighbors(points)
-    nearest, limit = distances[:, 1], NEAR * float(np.median(distances[:, 1]))
-    rows, places = np.nonzero(distances[:, 1:] <= limit)
-    pairs = coo_array((np.ones(len(rows)), (rows, neighbours[rows, places + 1])), (len(points),) * 2)
+    n, scores, ends = len(points), np.ones(len(points)), []
+    usable = features is not None and np.isfinite(features).all() and np.ptp(features, axis=0).any()
+    for each in [points, features] if usable else [points]:
+        search = NearestNeighbors(n_neighbors=min(_NEIGHBOURS, n - 1) + 1).fit(each)
+        distances, neighbours = search.kneighbors(each)
+        usual = float(np.median(distances[:, 1]))
+        rows, places = np.nonzero(distances[:, 1:] <= NEAR * usual)
+        ends.append((rows, neighbours[rows, places + 1]))
+        scores = np.minimum(scores, distances[:, 1] / max(usual, np.finfo(float).tiny))
+    rows, others = (np.concatenate(each) for each in zip(*ends, strict=True))
+    pairs = coo_array((np.ones(len(rows)), (rows, others)), (n, n))
     _, sets = connected_components(pairs, directed=False)
     flags = np.bincount(sets)[sets] > 1
-    numbers = np.full(len(points), -1)
-    numbers[flags] = np.unique(sets[flags], return_inverse=True)[1]
-    scores = _clipped(nearest / max(float(np.median(nearest)), np.finfo(float).tiny))
-    return _Issue(name, "projected gradients", flags, scores, {"near_duplicate_set": numbers})
+    differ, made_of = np.zeros(n, bool), "projected gradients and inputs" if usable else "projected gradients"
+    if has_classes(samples):
+        differ = (samples["target"].groupby(sets).transform("nunique") > 1).to_numpy(bool)
+        made_of += f"; {int(differ.sum()):,} samples are in sets with different labels"
+    numbers = np.full(n, -1)
+    order = pd.DataFrame({"alike": ~differ, "set": sets})[flags]
+    numbers[flags] = order.groupby(["alike", "set"]).ngroup()
+    further = {"near_duplicate_set": numbers, "near_duplicate_labels_differ": differ}
+    return _Issue(name, made_of, flags, _clipped(np.where(differ, 0.0, scores)), further)
 
 
 def _non_iid(projected: Array | None) -> _Issue:
@@ -200,7 +257,7 @@ def _directions(projected: Array | None) -> Array | None:
     """The gradients over their lengths; None where there are none, too few or too many, or one is zero or not
     finite.
     """
-    if projected is None or not _FEWEST <= len(projected) <= _MOST:
+    if projected is None or not _FEWEST <= len(projected) <= MOST:
         return None
     lengths = np.linalg.norm(projected, axis=1, keepdims=True)
     return projected / lengths if np.isfinite(lengths).all() and (lengths > 0).all() else None

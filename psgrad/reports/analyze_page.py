@@ -35,7 +35,7 @@ from psgrad.wording import correlation, prefix_note
 MAX_PICTURES = 24
 PICTURE_SIDE = 96
 MAX_CLASSES = MAX_GROUPS = 200
-MAX_FINDINGS = 100
+MAX_FINDINGS = MAX_TWINS = 100
 FIGURES_ROOM = 900_000  # characters of all figures of measures together
 _FEW = 10  # first ranks, fewer than which say nothing about two orders
 
@@ -83,12 +83,12 @@ def render(
         plots={plot.name: plot for plot in plots},
         samples=sample_table(result),
         issues=[] if result.issue_summary is None else result.issue_summary.to_dict("records"),
+        twins=twins(result),
         cards=cards,
         values=values_table(result),
         attribution=attribution_cards(result),
         by_class=[
-            (label(target, names), row._asdict())
-            for target, row in zip(by_class.index, by_class.head(MAX_CLASSES).itertuples(), strict=False)
+            (label(target, names), row) for target, row in by_class.head(MAX_CLASSES).to_dict("index").items()
         ],
         classes=len(by_class),
         parameters=parameters,
@@ -116,6 +116,20 @@ def found_samples(result: AnalyzeResult) -> dict[str, int | None]:
         "zero": int((finite["grad_norm"] == 0).sum()),
         "skipped": int((samples["status"] == "skipped").sum()),
     }
+
+
+def twins(result: AnalyzeResult) -> list[tuple[int, str, str]]:
+    """(set, id, label) of near duplicates with different labels, set by set, the first MAX_TWINS."""
+    found, name = result.issues, "near_duplicate_labels_differ"
+    if found is None or name not in found:
+        return []
+    rows = found[found[name]].sort_values("near_duplicate_set", kind="stable").head(MAX_TWINS)
+    return [
+        (int(number), identifier(each), label(given, result.class_names))
+        for number, each, given in zip(
+            rows["near_duplicate_set"], rows["id"], rows["given_label"], strict=True
+        )
+    ]
 
 
 def headline(result: AnalyzeResult) -> list[tuple[str, str]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from psgrad.reports.tables import Table, TableColumn, Writer, table
@@ -202,7 +201,4 @@ def shown_parameters(parameters: pd.DataFrame) -> tuple[list[dict[Any, Any]], st
         shown = parameters.loc[parameters["share"].fillna(0).nlargest(MAX_PARAMETER_ROWS).index.sort_values()]
     prefix = common_prefix(list(map(str, parameters["parameter"])))
     names = parameter_names(list(map(str, shown["parameter"])), NAME_LIMIT, prefix)
-    shares: list[Any] = [None if np.isnan(share) else share for share in shown["share"].to_numpy("float64")]
-    return shown.assign(parameter=names).astype(object).assign(
-        share=pd.Series(shares, shown.index, dtype=object)
-    ).to_dict("records"), prefix
+    return shown.assign(parameter=names).to_dict("records"), prefix

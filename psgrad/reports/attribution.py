@@ -68,11 +68,13 @@ def attribution_cards(result: AnalyzeResult) -> list[AttributionCard]:
     """The first samples by gradient norm whose maps were kept; none where inputs are not to be shown, and
     their maps were not kept.
     """
-    measures = attribution_measures(result)
-    rows = measures[0].arrays["rows"].tolist() if measures else []
+    found = [result.measures[name] for name in MEASURES if name in result.measures]
+    measures = [measure for measure in found if "rows" in measure.arrays]
+    inputs = {each.id: each for each in result.top_inputs}
     cards = []
-    for row in rows[:MAX_CARDS]:
-        shown = input_of(result, row)
+    for row in measures[0].arrays["rows"].tolist()[:MAX_CARDS] if measures else []:
+        identity = result.samples["id"].iloc[row]
+        shown = inputs.get(identity, TopSample(identity))
         overlays = [each for measure in measures for each in overlays_of(result, measure, row, shown)]
         passages = [each for measure in measures for each in passages_of(result, measure, row, shown)]
         if overlays or passages:
@@ -80,21 +82,6 @@ def attribution_cards(result: AnalyzeResult) -> list[AttributionCard]:
             picture = picture_uri(shown, PICTURE_SIDE) if overlays else None
             cards.append(AttributionCard(identifier(shown.id), rank, picture, overlays, passages))
     return cards
-
-
-def attribution_measures(result: AnalyzeResult) -> list[MeasureResult]:
-    """The results of MEASURES that kept maps."""
-    return [
-        result.measures[name]
-        for name in MEASURES
-        if name in result.measures and "rows" in result.measures[name].arrays
-    ]
-
-
-def input_of(result: AnalyzeResult, row: int) -> TopSample:
-    """A row's input, as far as it was kept."""
-    identity = result.samples["id"].iloc[row]
-    return next((each for each in result.top_inputs if each.id == identity), TopSample(identity))
 
 
 def maps_of(measure: MeasureResult, row: int) -> dict[int, Array]:

@@ -135,30 +135,19 @@ def flat_words(facts: Mapping[str, Any], limit: int, before: str = "") -> list[t
         name = f"{before} {words_of(key)}".strip()
         if isinstance(value, Mapping):
             found += flat_words(value, limit, name)
-        elif value is not None and not _is_matrix(value):
+        elif value is not None and not (isinstance(value, list) and value and isinstance(value[0], list)):
             found.append((brief(name[:1].upper() + name[1:], 80), brief(_plain(value), limit)))
     return found
-
-
-def _is_matrix(value: Any) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and len(value) > 0
-        and all(isinstance(row, list | tuple) for row in value)
-    )
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, str):
         return value
-    if isinstance(value, list | tuple) and value and all(isinstance(each, str) for each in value):
+    kinds = {type(each) for each in value} if isinstance(value, list | tuple) else set()
+    if kinds == {str}:
         return listed_names(value, most=12, limit=80)
-    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
-        return listed(
-            value,
-            lambda each: " ".join(f"{words_of(key)} {cell(inner)}" for key, inner in each.items()),
-            most=6,
-        )
+    if kinds == {dict}:
+        return listed(value, lambda each: " ".join(f"{words_of(key)} {cell(each[key])}" for key in each), 6)
     return cell(value)
 
 

@@ -8,7 +8,6 @@ import itertools
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import false_discovery_control
@@ -97,11 +96,3 @@ def test_resolution_limit_of_reference(sizes: list[tuple[int, int]], q: float) -
         group: min(counts, default=None) for group, counts in possible.items()
     }
     assert result.smallest == min((min(counts) for counts in possible.values() if counts), default=None)
-
-
-@pytest.mark.parametrize(
-    ("tests", "known", "q", "smallest"),
-    [(8000, 4000, 0.1, 20), (8000, 79_999, 0.1, 1), (200, 4000, 0.1, 1), (100, 8, 0.1, None)],
-)
-def test_resolution_sizes_of_the_page(tests: int, known: int, q: float, smallest: int | None) -> None:
-    assert resolution({"all": tests}, {"all": known}, q).smallest == smallest

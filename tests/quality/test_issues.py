@@ -42,12 +42,11 @@ def noisy(n: int = 400, classes: int = 4, seed: int = 0) -> tuple[Any, Any, Any]
     return probabilities, np.where(wrong, (true + 1) % classes, true), wrong
 
 
-def test_label_scores_are_cleanlabs_and_planted_labels_are_found() -> None:
-    rank = pytest.importorskip("cleanlab.rank", reason="cleanlab is not installed")
+def test_planted_labels_are_found_by_one_model() -> None:
     probabilities, given, wrong = noisy()
     issues = issue_table(samples_of(probabilities, given))
-    theirs = rank.get_label_quality_scores(given, probabilities, method="self_confidence")
-    np.testing.assert_allclose(issues.samples["label_score"], theirs, rtol=1e-6)
+    own = probabilities[np.arange(len(given)), given]
+    np.testing.assert_allclose(issues.samples["label_score"], own, rtol=1e-6)
     found = issues.samples["is_label_issue"]
     assert found[wrong].mean() > 0.9
     assert found[~wrong].mean() < 0.06
@@ -58,15 +57,60 @@ def test_label_scores_are_cleanlabs_and_planted_labels_are_found() -> None:
 def test_label_issues_come_from_the_checkpoints_where_a_run_has_them() -> None:
     probabilities, given, wrong = noisy()
     learnt = np.where(np.eye(4)[given] > 0, 0.97, 0.01)  # the last model has learnt its labels
-    history = {
-        "mean_confidence": probabilities[np.arange(len(given)), given],
-        "correctness": (probabilities.argmax(1) == given).astype(float),
-    }
+    correctness = (probabilities.argmax(1) == given).astype(float)
+    losses = -np.log(probabilities[np.arange(len(given)), given])[:, None]
     without = issue_table(samples_of(learnt, given))
     assert not without.samples["is_label_issue"].any()
     assert "has seen its labels" in without.summary.set_index("issue").loc["label", "made_of"]
-    found = issue_table(samples_of(learnt, given, **history)).samples["is_label_issue"]
+    samples = samples_of(learnt, given, correctness=correctness)
+    found = issue_table(samples, losses=np.repeat(losses, 3, axis=1)).samples["is_label_issue"]
     assert found[wrong].mean() > 0.9
+    assert found[~wrong].mean() < 0.03
+    losses[:, 0] = np.where(np.arange(len(given)) < 20, 6.0, 0.1)
+    losses[50] = 0.8  # most checkpoints prefer another class, by little
+    samples["correctness"] = np.where(np.isin(np.arange(len(given)), [*range(20), 50]), 0.0, 1.0)
+    found = issue_table(samples, losses=losses).samples
+    assert found["index"][found["is_label_issue"]].tolist() == list(range(20))
+    assert found["label_score"][50] == pytest.approx(np.exp(-0.8) / 2)
+
+
+def test_label_issues_out_of_sample_are_confident_learnings() -> None:
+    """By hand: a class is likely where its probability is at least the mean over the rows with its label."""
+    given = np.array([0, 0, 0, 1, 1, 0])
+    own = np.array([0.9, 0.8, 0.1, 0.7, 0.55, 0.45])  # class 1 is likely from 0.625 on
+    probabilities = np.where(np.eye(2)[given] > 0, own[:, None], 1 - own[:, None])
+    issues = issue_table(samples_of(probabilities, given), probabilities=probabilities)
+    assert issues.samples["is_label_issue"].tolist() == [False, False, True, False, False, False]
+    np.testing.assert_allclose(issues.samples["label_score"], own)
+    learnt = samples_of(np.eye(2)[given] * 0.98 + 0.01, given)
+    of_run = issue_table(learnt, probabilities=probabilities).samples
+    assert of_run["is_label_issue"].tolist() == issues.samples["is_label_issue"].tolist()
+    assert of_run["predicted_label"].tolist() == [0, 0, 1, 1, 1, 1]
+
+
+def test_label_issues_out_of_sample_are_cleanlabs() -> None:
+    library = pytest.importorskip("cleanlab.filter", reason="cleanlab is not installed")
+    for seed in range(5):
+        probabilities, given, _ = noisy(seed=seed)
+        theirs = library.find_label_issues(given, probabilities, filter_by="confident_learning", n_jobs=1)
+        ours = issue_table(samples_of(probabilities, given), probabilities=probabilities).samples
+        assert ours["is_label_issue"].tolist() == theirs.tolist()
+
+
+def test_near_duplicates_with_different_labels_are_found_by_inputs_and_come_first() -> None:
+    draw = np.random.default_rng(0)
+    points, features = draw.normal(size=(200, 16)), draw.normal(size=(200, 8))
+    points[199] = points[40]
+    features[150] = features[3] + 1e-4
+    probabilities, given, _ = noisy(200)
+    given[3], given[150], given[40], given[199] = 0, 1, 2, 2
+    issues = issue_table(samples_of(probabilities, given), points, features)
+    found = issues.samples[issues.samples["is_near_duplicate_issue"]].set_index("index")
+    assert found["near_duplicate_set"].to_dict() == {3: 0, 150: 0, 40: 1, 199: 1}
+    assert found["near_duplicate_labels_differ"].tolist() == [True, False, True, False]
+    assert found["near_duplicate_score"][[3, 150]].tolist() == [0, 0]
+    made_of = issues.summary.set_index("issue").loc["near_duplicate", "made_of"]
+    assert "2 samples are in sets with different labels" in made_of
 
 
 def test_near_duplicates_come_in_sets() -> None:

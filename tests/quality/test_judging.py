@@ -94,15 +94,6 @@ def test_judge_lower_tail_of_another_score() -> None:
     )
 
 
-def test_judge_log_norm_equals_norm() -> None:
-    random = np.random.default_rng(0)
-    norms, known = np.append(random.lognormal(size=50), 0.0), random.lognormal(size=200)
-    plain = judge(samples(norms), config(), trusted(known)).frame
-    log = judge(samples(norms), config(score="log_norm"), trusted(np.log10(known))).frame
-    for column in ("rank", "p_value", "q_value", "outlier_score", "is_outlier_issue", "status"):
-        assert plain[column].tolist() == log[column].tolist()
-
-
 def test_judge_skips_samples_of_reference() -> None:
     frame = samples([1.0, 50.0, 60.0, 70.0])
     known = trusted(
@@ -188,18 +179,6 @@ def test_judge_row_without_a_position_that_counts_is_skipped() -> None:
     assert not ranked["is_outlier_issue"][1]
 
 
-def test_judge_group_by_length() -> None:
-    frame = samples(np.ones(6), length=[0, 1, 2, 3, 4, 100])
-    assert labels_of(frame, "length").tolist() == [
-        "0 to 1",
-        "0 to 1",
-        "2 to 3",
-        "2 to 3",
-        "4 to 7",
-        "64 to 127",
-    ]
-
-
 @pytest.mark.parametrize(
     ("by", "columns", "words"),
     [
@@ -244,16 +223,6 @@ def test_judge_compares_norm_with_loss() -> None:
     top = set(np.argsort(norms)[-20:]) & set(np.argsort(losses)[-20:])
     assert said.top_overlap == len(top) / 20
     assert (said.top, said.shared, said.other) == (20, len(top), "loss")
-
-
-def test_judge_nearly_equal_order() -> None:
-    norms = np.exp(np.linspace(0, 3, 2000))
-    losses = norms.copy()
-    losses[-20:] = losses[-20:][::-1]
-    words = judge(
-        samples(norms).assign(loss=losses), config(review_fraction=0.005)
-    ).facts.loss_agreement.words
-    assert "loss 0.9999; 0 of the first 10" in words
 
 
 @pytest.mark.parametrize(("shift", "warned"), [(-1.0, True), (0.0, False), (1.0, True)])

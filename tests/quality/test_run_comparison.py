@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
@@ -18,10 +15,7 @@ from psgrad.errors import DataError
 from psgrad.quality.run_comparison import changes_of, counts_of, matched, spearman
 from psgrad.reports.comparison import (
     render_comparison,
-    sentences,
-    tables,
 )
-from psgrad.reports.words import number, percentile
 from tests.nasty import NASTY, NOT_IN_PARQUET
 from tests.verdicts import finished, table
 
@@ -147,27 +141,6 @@ def test_comparison_of_different_measurements_warns(tmp_path: Path) -> None:
     assert warnings[3] == "B is PARTIAL: it looked at the first 5 of 9 samples (--limit)"
     assert diff(a, a).warnings == ()
     assert diff(a, a).spearman == pytest.approx(1.0)
-
-
-def test_comparison_number_format(tmp_path: Path) -> None:
-    """A correlation of 1 is the same order and nothing less, and percentiles have two digits."""
-    a, b = finished(tmp_path / "a", table(400)), finished(tmp_path / "b", table(400))
-    same = diff(a, b)
-    assert "rank correlation (Spearman) 1; 0 rose" in sentences(same)[1]
-    assert "rank correlation (Spearman) 0.9999;" in sentences(replace(same, spearman=0.99996))[1]
-    moved = finished(
-        tmp_path / "c", table(400).assign(grad_norm=lambda frame: np.roll(frame["grad_norm"], 7))
-    )
-    result = diff(a, moved)
-    cells = [row.cells for table in tables(result) for row in table.rows]
-    assert cells
-    assert all(re.fullmatch(r"\d+\.\d\d", cell) for row in cells for cell in row[3:5])
-    known = {str(row["id"]): row for row in result.changes.to_dict("records")}
-    for row in cells:
-        change = known[row[0]]
-        assert list(row[1:3]) == [number(change["score_a"]), number(change["score_b"])]
-        assert list(row[3:5]) == [percentile(change["percentile_a"]), percentile(change["percentile_b"])]
-        assert row[5] == f"{change['percentile_b'] - change['percentile_a']:+.2f}"
 
 
 def test_comparison_of_different_scores_uses_norms(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from psgrad.reports.spans import (
     MAX_POSITIONS,
     RAISES,
     Span,
-    level_of,
     pieces_of,
     rgb,
     spans_of,
@@ -66,13 +65,6 @@ def test_orange_raises_blue_lowers_and_nothing_is_grey() -> None:
     assert np.ptp(found[2]) == 0
     assert np.ptp(found[3]) < np.ptp(found[0])
     assert found[3][0] > found[3][2]  # more red than blue
-
-
-def test_no_attribution_at_all_is_the_grey_picture() -> None:
-    found = overlaid(np.array([[0.0, 255.0]]), np.zeros((1, 2)))
-    assert np.ptp(found, axis=2).max() == 0
-    assert found[0, 0, 0] < found[0, 1, 0]
-    assert level_of(0.0, 0.0) == 0
 
 
 def luminance(colour: str) -> float:
@@ -148,23 +140,6 @@ def test_maps_that_are_not_finite_or_do_not_fit_are_left_out() -> None:
     assert [card.rank for card in attribution_cards(run(maps, images))] == ["3"]
 
 
-def test_nothing_is_shown_where_no_map_was_kept() -> None:
-    result = run(np.ones((1, 1, 2, 2)), [])
-    bare = {name: MeasureResult(name, name, "f", "u") for name in MEASURES}
-    without = AnalyzeResult(result.samples, result.parameters, result.manifest, result.folder, measures=bare)
-    for each in (result, without):
-        assert attribution_cards(each) == []
-
-
-@pytest.mark.long
-def test_pictures_of_noise_leave_room_on_the_page() -> None:
-    rng = np.random.default_rng(0)
-    images = [TopSample("", rng.random((3, 300, 300), np.float32)) for _ in range(12)]
-    cards = attribution_cards(run(rng.normal(size=(12, 3, 300, 300)), images))
-    assert len(cards) == 6
-    assert sum(len(overlay.uri) for card in cards for overlay in card.overlays) < 500_000
-
-
 # -- text ----------------------------------------------------------------------------------------------------
 
 
@@ -225,14 +200,6 @@ def test_nasty_texts_are_spelled_out_and_escaped() -> None:
     html = render(result, []).split('id="attribution"')[1].split("</section>")[0]
     assert "<b>" not in html
     assert "&lt;b&gt;" in html
-
-
-def test_ids_without_a_text_are_shown_by_position() -> None:
-    ids = np.array([[101, 7, 102]])
-    (card,) = attribution_cards(run(np.array([[0.0, 1.0, 0.2]]), [], ids_0=ids))
-    assert "".join(span.text for span in card.passages[1].spans) == "0:101 1:7 2:102 "
-    assert card.picture is None
-    assert not card.overlays
 
 
 # -- ids -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from psgrad.reports.ci import (
     SARIF_RESULTS,
     SUMMARY_BYTES,
     render_check,
-    render_markdown,
     write_summary,
 )
 from psgrad.run import RunFolder
@@ -157,17 +156,6 @@ def test_github_has_nine_annotations_and_one_that_says_how_many_more() -> None:
     assert len(annotations(verdict(*(finding(id=number) for number in range(8))))) == 9
 
 
-def test_github_annotates_what_is_new_and_severe() -> None:
-    lines = annotations(mixed())
-    assert len(lines) == 2
-    assert "sample a" in lines[1]
-
-
-def test_github_escapes_properties() -> None:
-    line = annotations(verdict(finding(location=Location("a,b:c%.csv", 1))))[1]
-    assert line.startswith("::error file=a%2Cb%3Ac%25.csv,line=1,title=")
-
-
 def test_a_summary_stays_within_a_mebibyte_with_what_was_there(tmp_path: Path) -> None:
     file = tmp_path / "summary.md"
     long = verdict(*(finding(id="|" * 80, index=number, reasons=("|" * 500,)) for number in range(200)))
@@ -296,9 +284,3 @@ def test_the_terminal_says_a_rule_once_and_its_samples_in_a_table_of_a_hundred_c
     assert sum(line.startswith("digit-") for line in lines) == 20
     assert max(map(len, lines[heading:])) <= 100
     assert lines[-1].startswith("and 5 more")
-
-
-def test_every_format_bears_a_verdict_without_findings() -> None:
-    for style in FORMATS:
-        render_check(verdict(outcome="passed"), style)
-    assert render_markdown(verdict(outcome="passed"), 10) == ""

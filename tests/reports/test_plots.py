@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
-from dataclasses import replace
 
 import matplotlib
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
-from PIL import Image
 
 from psgrad.quality.judging import rank_samples
 from psgrad.reports.analyze_plots import (
@@ -22,14 +19,12 @@ from psgrad.reports.analyze_plots import (
     norm_against_length,
     norm_histogram,
     norms_per_class,
-    norms_per_layer,
 )
 from psgrad.reports.figures import Plot
 from psgrad.reports.influence_plots import draw_influence_plots
-from psgrad.reports.measure_plots import spectrum, trajectories
+from psgrad.reports.measure_plots import trajectories
 from psgrad.reports.privacy_plots import epsilon_against_steps, private_plots
-from psgrad.run.results import MeasureResult, has_classes
-from psgrad.run.results.manifest import read_manifest
+from psgrad.run.results import has_classes
 from psgrad.wording import correlation
 from tests.browser.results import measured
 from tests.reports import frames, influence_runs, private_runs
@@ -57,30 +52,6 @@ def test_the_histogram_holds_every_finite_sample_once() -> None:
     assert sum(others.values) + sum(review.values - review.baseline) == 1794
     assert sum(review.values - review.baseline) == 18
     assert axes.get_xscale() == "log"
-
-
-@pytest.mark.long
-def test_figures_of_a_run_with_a_reference_call_those_in_orange_by_name() -> None:
-    run = frames.result(frames.classification(300))
-    judged = replace(
-        run, manifest=read_manifest({**frames.MANIFEST, "outliers": {"decided_by": "reference"}})
-    )
-    for result, expected, other in (
-        (run, "review list", "unlike the reference"),
-        (judged, "unlike the reference", "review list"),
-    ):
-        words = " ".join(
-            [plot.caption + plot.alt for plot in draw_plots(result)]
-            + [
-                text.get_text()
-                for plot in draw_plots(result)
-                for axes in plot.figure.axes
-                if (legend := axes.get_legend())
-                for text in legend.texts
-            ]
-        )
-        assert expected in words
-        assert other not in words
 
 
 def test_zero_and_nonfinite_rows_are_counted_in_the_caption() -> None:
@@ -111,17 +82,6 @@ def test_classes_have_their_names_and_sizes() -> None:
     assert names == [f"cat  (n = {sizes[0]})", f"$dog$  (n = {sizes[1]})"]
 
 
-def test_of_many_classes_and_layers_the_largest_are_shown_and_the_rest_counted() -> None:
-    per_class = norms_per_class(frames.classification(9000, classes=300), None)
-    assert "30 of 300 classes" in per_class.caption
-    assert len(_texts(per_class.figure)) == 30
-    parameters = frames.parameters(300)
-    per_layer = norms_per_layer(parameters)
-    assert "30 of 300 parameters" in per_layer.caption
-    names = [label.get_text() for label in per_layer.figure.axes[0].get_yticklabels()]
-    assert names == list(parameters.loc[parameters["share"].nlargest(30).index.sort_values(), "parameter"])
-
-
 def test_regression_has_no_classes() -> None:
     assert has_classes(frames.classification(10))
     assert not has_classes(frames.regression(10))
@@ -130,16 +90,6 @@ def test_regression_has_no_classes() -> None:
         "loss_against_norm",
         "norms_per_layer",
     ]
-
-
-def test_pngs_have_their_title_above_the_figure_and_svgs_have_none() -> None:
-    plot = norm_histogram(frames.classification(100))
-    untitled = plot.svg()
-    picture = np.asarray(Image.open(io.BytesIO(plot.png())).convert("L"))
-    blank = np.asarray(Image.open(io.BytesIO(replace(plot, title="").png())).convert("L"))
-    assert (picture[:40, :400] < 100).sum() > (blank[:40, :400] < 100).sum() + 100
-    assert plot.svg() == untitled
-    assert plot.title not in untitled.decode()
 
 
 @pytest.fixture(scope="module")
@@ -167,27 +117,6 @@ def test_logarithmic_axes_say_that_they_are(drawn: list[Plot]) -> None:
     assert min(map(len, scales.values())) > 0
 
 
-def test_counts_are_ticked_at_whole_numbers() -> None:
-    plot = norm_histogram(frames.classification(12, nonfinite=0))
-    plot.png()
-    ticks = [label.get_text() for label in plot.figure.axes[0].get_yticklabels()]
-    assert ticks
-    assert all(tick.isdigit() for tick in ticks)
-
-
-def test_long_parameter_names_are_distinguished() -> None:
-    layers = frames.parameters(40)
-    names = [
-        f"m.base_model.model.model.layers.{place}.self_attn.q_proj.lora_A.default.weight"
-        for place in range(40)
-    ]
-    plot = norms_per_layer(layers.assign(parameter=names))
-    shown = _texts(plot.figure)[:30]
-    assert len(set(shown)) == 30
-    assert all("…" not in name for name in shown)
-    assert "All names are below m.base_model.model.model.layers. " in plot.caption
-
-
 @pytest.mark.long
 @pytest.mark.filterwarnings("error")
 def test_figures_render_without_warnings_and_leave_matplotlib_as_it_was() -> None:
@@ -212,12 +141,3 @@ def test_reports_load_neither_torch_nor_pyplot() -> None:
         ).stdout.strip()
         == "[]"
     )
-
-
-def _measure() -> MeasureResult:
-    return MeasureResult("ntk", "Kernel", "K", "squared")
-
-
-def test_spectrum_share_is_no_whole_that_it_is_not() -> None:
-    plot = spectrum(_measure(), "spectrum", np.array([1.0, *[1e-6] * 19]))
-    assert "99.998% of their sum" in plot.caption

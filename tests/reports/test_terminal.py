@@ -77,14 +77,6 @@ def test_the_score_that_decides_and_the_group_are_shown() -> None:
     assert "1.25" in found.splitlines()[1]
 
 
-def test_what_no_sample_has_is_no_column() -> None:
-    heading = _printed(
-        frames.result(frames.regression(20).assign(target=None, prediction=None))
-    ).splitlines()[0]
-    assert "label" not in heading
-    assert "prediction" not in heading
-
-
 @pytest.mark.parametrize("what", NASTY)
 def test_nasty_ids_and_groups_command_no_terminal_and_stay_within_its_width(
     what: str, monkeypatch: pytest.MonkeyPatch

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.reports.analyze_terminal import top_table
-from psgrad.reports.terminal import print_table
 from psgrad.reports.words import (
     count,
     identifier,
@@ -21,7 +18,6 @@ from psgrad.reports.words import (
     value_words,
     values_line,
 )
-from tests.reports import frames
 
 
 @pytest.mark.parametrize(
@@ -114,15 +110,3 @@ def test_counts_and_ids() -> None:
     assert count(1797) == "1,797 samples"
     assert identifier("a\nb") == "a\\nb"
     assert len(identifier("x" * 1000)) == 80
-
-
-def test_the_table_in_a_pipe_is_plain_and_uncut() -> None:
-    samples = frames.classification(30, nonfinite=1)
-    samples["id"] = [f"[red]{'long' * 15}\x1b[31m{index}" for index in range(30)]
-    stream = io.StringIO()
-    print_table(top_table(frames.result(samples, class_names=["[b]zero[/b]"] * 10), 20), stream)
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 21
-    assert "\x1b" not in stream.getvalue()
-    assert all("[red]" + "long" * 15 + "\\x1b[31m" in line for line in lines[1:])
-    assert all("[b]zero[/b]" in line for line in lines[1:])

@@ -1,0 +1,56 @@
+"""What the issue table is made of beside the samples: features of inputs, and probabilities of the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from psgrad.commands.analyze_issues import input_features
+from psgrad.ragged import Block, RaggedAxes
+from tests.workplace import CLASSES, Workplace
+
+
+def features(rows: torch.Tensor, lengths: torch.Tensor | None = None) -> Any:
+    ragged = None if lengths is None else RaggedAxes((((0, 0),), ()), (0, 0), True)
+    block = Block((rows,), None, lengths, ragged)
+    return input_features(lambda start, stop: block.at(slice(start, stop)), len(rows))
+
+
+def test_features_of_near_inputs_are_near_and_of_others_far() -> None:
+    rows = torch.randn(150, 3, 7, generator=torch.Generator().manual_seed(0))
+    rows[140] = rows[3] + 1e-4
+    found = features(rows)
+    distances = np.linalg.norm(found - found[3], axis=1)
+    assert np.argsort(distances)[:2].tolist() == [3, 140]
+    assert distances[140] < 1e-2 < np.sort(distances)[2]
+
+
+def test_features_of_tokens_do_not_depend_on_the_padding_of_their_block() -> None:
+    draw, lengths = torch.Generator().manual_seed(0), torch.tensor([[4], [9], [4]])
+    rows = torch.randint(1, 50, (3, 9), generator=draw)
+    rows[2, :4] = rows[0, :4]
+    rows[2, 4:] = 7  # behind its end
+    found = features(rows, lengths)
+    np.testing.assert_array_equal(found[0], found[2])
+    assert np.linalg.norm(found[0] - found[1]) > 0.1
+    assert features(rows.float(), lengths) is None
+
+
+def test_probabilities_of_a_column_find_the_labels_and_are_checked(workplace: Workplace) -> None:
+    target = workplace.arrays["y"]
+    held = np.full((len(target), CLASSES), 0.1 / (CLASSES - 1), np.float32)
+    held[np.arange(len(target)), target] = 0.9
+    held[5] = np.roll(held[5], 1)
+    workplace.save(held=held)
+    given = ("--set", "analyze.probabilities=held", "--no-report")
+    assert workplace.analyze(*given, "--overwrite").code == 0
+    issues = pd.read_parquet(workplace.folder / "out" / "issues.parquet")
+    assert issues["index"][issues["is_label_issue"]].tolist() == [5]
+    wrong = workplace.analyze("--set", "analyze.probabilities=y", "--overwrite")
+    wrong.refused(2, f"expected {CLASSES} probabilities, one for each class")
+    workplace.save(held=held * 2)
+    wrong = workplace.analyze(*given, "--overwrite")
+    wrong.refused(2, "row 0 of the column 'held' is no distribution over classes")
