@@ -22,8 +22,7 @@ from psgrad.commands.influence_retraining import (
     evaluation_of,
     fitted_methods,
 )
-from psgrad.commands.influence_setup import described, set_up_influence
-from psgrad.commands.influence_tables import Warnings, without_nonfinite
+from psgrad.commands.influence_setup import Warnings, described, set_up_influence, without_nonfinite
 from psgrad.commands.run_manifest import describe_run, rank_facts_of_steps
 from psgrad.config import Config, EvaluationKind
 from psgrad.engine.execution.ranks import OneProcess, Processes
@@ -87,7 +86,7 @@ def evaluate_influence(
         require_evaluable(config)
         setup = set_up_influence(config, say, progress, processes)
     if not processes.leads:
-        setup, _ = without_nonfinite(setup, None, say)
+        setup, _ = without_nonfinite(setup, say)
         processes.agreed("the folder", list)
         EVALUATIONS[kind](evaluation_of(setup, run.folder, progress))
         rank_facts_of_steps(processes, "evaluation.")
@@ -95,7 +94,7 @@ def evaluate_influence(
     with run.clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
     with run.clock("screening"):
-        setup, _ = without_nonfinite(setup, None, say)
+        setup, _ = without_nonfinite(setup, say)
     manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
     with run.begin(manifest):
         processes.agreed("the folder", list)

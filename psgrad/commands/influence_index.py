@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from psgrad.commands.completion import completed_for_influence
-from psgrad.commands.influence_checkpoints import first_run, run_at, sha256_at
+from psgrad.commands.influence_inputs import first_run, run_at, sha256_at
 from psgrad.commands.run_manifest import RankReport, rank_facts
 from psgrad.commands.setup import Setup
 from psgrad.config import Config, IndexConfig

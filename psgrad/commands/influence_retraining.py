@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from psgrad.commands.influence_checkpoints import fresh_models
+from psgrad.commands.influence_inputs import fresh_models
 from psgrad.commands.influence_setup import InfluenceSetup, errors_of_own_method, method_from
 from psgrad.config import Config, EvaluationConfig
 from psgrad.engine.execution.examples import Examples
@@ -267,10 +267,7 @@ def fitted_methods(evaluation: Evaluation) -> Fits:
     found: Fits = {}
     for name, method in evaluation.methods.items():
         with _or_left_out(evaluation, name):
-            found[name] = (
-                method,
-                [method.fit(view.training, view.checkpoint) for view in evaluation.setup.views],
-            )
+            found[name] = method, evaluation.setup.fitted(method)
     return found
 
 

@@ -145,7 +145,7 @@ def test_queries_in_small_blocks_are_ranked_as_at_once(
 ) -> None:
     at_once = place.ranked("--matrix")
     matrix = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
-    monkeypatch.setattr("psgrad.commands.influence_ranking.queries_at_once", lambda setup: 2)
+    monkeypatch.setattr("psgrad.commands.influence_scores.queries_at_once", lambda setup: 2)
     in_blocks = place.ranked("--matrix", "--overwrite")
     pd.testing.assert_frame_equal(at_once, in_blocks, rtol=1e-5, atol=1e-9)
     np.testing.assert_allclose(

@@ -1,0 +1,269 @@
+"""The inputs of an influence run: model, loss and training data at each of its checkpoints, and what is
+refused of them; and the queries, whose rows they are and which of them a config chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from psgrad.commands.class_names import errors_about
+from psgrad.commands.loaded_parts import Trained, load
+from psgrad.commands.setup import Setup, draws_at_random, setup_of
+from psgrad.config import CheckpointConfig, Config, QueriesConfig, is_callable_spec, nearest
+from psgrad.config.values import names_in_condition
+from psgrad.data.measurements import Measurement
+from psgrad.data.reader import CheckedReader
+from psgrad.data.rows import Block, Samples
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.ranks import Processes
+from psgrad.errors import ConfigError
+from psgrad.models.factory import checkpoint_hash, load_model
+from psgrad.run.results.analyze import rows_where
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
+    """The checkpoints that a config lists; None stands for the model's own."""
+    return list(config.influence.checkpoints) if config.influence.checkpoints else [None]
+
+
+def first_run(config: Config, processes: Processes) -> Setup:
+    """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
+    random, and for what is not computed for losses with weights, or for groups of rows.
+    """
+    trained = Trained(config.influence.parameters, "influence.parameters")
+    run = setup_of(load(_at(config, 0), trained=trained, processes=processes))
+    if run.samples.weighted:
+        _require_of_weights(config)
+    if run.samples.ungrouped is not None:
+        _require_of_groups(config)
+    if draws_at_random(run.first_output, run.model):
+        raise ConfigError(
+            "the model draws random numbers in train mode, so an example has no one gradient",
+            hint="set model.mode: eval",
+        )
+    return run
+
+
+def run_at(run: Setup, number: int) -> Setup:
+    """The run at another of its checkpoints. run: at the first one."""
+    checkpoint = checkpoints_of(run.config)[number]
+    return run if number == 0 or checkpoint is None else run.at_checkpoint(checkpoint.path)
+
+
+def sha256_at(config: Config, number: int) -> str | None:
+    """The hash of a checkpoint's file; None where the weights are those that the factory gave."""
+    path = _at(config, number).model.checkpoint
+    return None if path is None else checkpoint_hash(config.base / path)
+
+
+def _at(config: Config, number: int) -> Config:
+    """The config with this checkpoint in the model's place."""
+    checkpoint = checkpoints_of(config)[number]
+    if checkpoint is None:
+        return config
+    model = config.model.model_copy(update={"checkpoint": checkpoint.path})
+    return config.model_copy(update={"model": model})
+
+
+def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
+    """seed -> a model with fresh weights, never a copy of the trained one. Those of its parameters are
+    trained that the factory left so.
+    """
+    if config.model.pretrained is not None and not (config.model.checkpoint or config.influence.checkpoints):
+        raise ConfigError(
+            "models would be trained again from the trained weights: model.pretrained has the only ones",
+            hint="set model.pretrained to the model before its training, and model.checkpoint to the result",
+        )
+    bare = config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
+
+    def fresh(seed: int) -> nn.Module:
+        loaded = load_model(bare, config.base, allow_download=config.allow_download)
+        return loaded.model.to(run.device, run.dtype)
+
+    return fresh
+
+
+# Methods that read gradients alone, whatever rows a gradient is the sum of.
+_FIRST_ORDER = ("gradient_dot", "gradient_cosine", "tracin")
+
+
+def _require_of_weights(config: Config) -> None:
+    """Raises ConfigError for a curvature that weights of losses would enter squared: that of gradients times
+    themselves.
+    """
+    method, index = config.influence.method, config.influence.index
+    options = {"curvature": "gauss_newton", "fisher": "sampled", **method.options}
+    by_output = {"influence": options["curvature"] != "fisher", "ekfac": options["fisher"] != "empirical"}
+    if not (method.name in _FIRST_ORDER or by_output.get(method.name, is_callable_spec(method.name))):
+        problem = f"the method {method.name} with the options {dict(method.options)}"
+    elif index is not None and index.features != "loss":
+        problem = f"an index of the {index.features}"
+    else:
+        return
+    raise ConfigError(
+        f"data.weight: {problem} is not computed for losses with weights: its curvature would have their"
+        " squares",
+        hint=(
+            f"choose {', '.join(_FIRST_ORDER)}, influence by the gauss_newton or hessian curvature, or ekfac"
+            " with fisher: sampled or exact"
+        ),
+    )
+
+
+def _require_of_groups(config: Config) -> None:
+    """Raises ConfigError for what reads the output of single rows, where samples are groups of rows."""
+    wanted, method = config.influence, config.influence.method
+    first_order = {"leverage": False, "change": "gradient"}.items() <= method.options.items()
+    if method.name not in (*_FIRST_ORDER, "influence") and not is_callable_spec(method.name):
+        problem = f"the method {method.name}"
+    elif method.name == "influence" and not first_order:
+        problem = "the method influence with a correction by the output"
+    elif wanted.measurement.name != "loss":
+        problem = f"the measurement {wanted.measurement.name}"
+    elif wanted.index is not None and wanted.index.features != "loss":
+        problem = f"an index of the {wanted.index.features}"
+    else:
+        return
+    raise ConfigError(
+        f"data.group: {problem} is not computed for groups of rows",
+        hint=(
+            f"choose {', '.join(_FIRST_ORDER)}, or influence with leverage: false and change: gradient;"
+            " and the measurement loss"
+        ),
+    )
+
+
+# -- queries -------------------------------------------------------------------------------------------------
+
+
+def queries_of(
+    config: Config,
+    run: Setup,
+    measurement: Measurement,
+    at_last: Callable[[], Setup],
+    processes: Processes,
+) -> tuple[CheckedReader, np.ndarray]:
+    """(the reader of the queries, which rows they are). at_last: the run at its last checkpoint, whose losses
+    and predictions queries are chosen by; a pass that the processes share.
+    """
+    wanted, samples = config.influence.queries, run.samples
+    with errors_about_queries():
+        # A measurement has no weight, whatever weights the training losses have.
+        if wanted is not None and (own := wanted.own_data) is not None:
+            samples = run.more_samples(own.model_copy(update={"weight": None}), weighted=False)
+        reader = CheckedReader(samples, measurement.criterion, run.class_count(measurement.criterion))
+    if wanted is None:
+        return reader, np.arange(len(samples))
+    rows = _listed(wanted, samples)
+    if wanted.choice_given - {"rows", "ids"}:
+        with errors_about_queries():
+            table = _table(wanted, rows, samples, at_last, processes)
+        rows = _chosen(wanted, table)
+    return reader, rows
+
+
+def _listed(wanted: QueriesConfig, samples: Samples) -> np.ndarray:
+    """The rows that a config lists, in its order; all where it lists none."""
+    if wanted.ids is not None:
+        return _rows_of_ids("influence.queries.ids", wanted.ids, samples, np.arange(len(samples)))
+    if wanted.rows is None:
+        return np.arange(len(samples))
+    rows = np.array(wanted.rows, dtype=np.int64)
+    if rows.max() >= len(samples):
+        raise ConfigError(
+            f"influence.queries.rows names row {rows.max()}, and the rows go from 0 to {len(samples) - 1}",
+        )
+    return rows
+
+
+def _rows_of_ids(key: str, ids: Sequence[str | int], samples: Samples, among: np.ndarray) -> np.ndarray:
+    """The rows of these ids, among some rows. Raises ConfigError, with the config's key, for an id that none
+    of them has.
+    """
+    places = dict(zip(map(str, samples.ids[among].tolist()), among.tolist(), strict=True))
+    missing = [each for each in ids if str(each) not in places]
+    if missing:
+        close = nearest(str(missing[0]), list(places))
+        more = f" (nor {len(missing) - 1} more of them)" if len(missing) > 1 else ""
+        raise ConfigError(
+            f"{key} names {missing[0]!r}, which no row has{more}",
+            hint=f"did you mean {close}?" if close else f"ids are such as {', '.join(list(places)[:3])}",
+        )
+    return np.array([places[str(each)] for each in ids], dtype=np.int64)
+
+
+def contrasted_rows(config: Config, samples: Samples, rows: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """The pairs of queries that a config contrasts, as rows; `rows` are those of the queries."""
+    pairs = config.influence.contrast or []
+    found = _rows_of_ids("influence.contrast", [each for pair in pairs for each in pair], samples, rows)
+    return tuple((int(one), int(other)) for one, other in found.reshape(-1, 2))
+
+
+def _table(
+    wanted: QueriesConfig,
+    rows: np.ndarray,
+    samples: Samples,
+    at_last: Callable[[], Setup],
+    processes: Processes,
+) -> pd.DataFrame:
+    """A row a query that may be chosen, with the columns of QUERY_NAMES that there are. A forward pass, where
+    what the config asks takes one.
+    """
+    columns = {"id": samples.ids[rows], "index": rows}
+    names = set() if wanted.where is None else set(names_in_condition(wanted.where))
+    targets = None if samples.targets is None else samples.targets[rows]
+    known = {"id", "index"} | (set() if targets is None else {"target", "label"})
+    if wanted.worst is not None or names - known:
+        run = at_last()
+        reader = CheckedReader(samples, run.criterion, run.class_count(run.criterion))
+        options = run.stream_options(lambda _: None)
+        read = chosen_rows(reader, rows)
+        examples = Examples(run.objective_of(samples), read, len(rows), options, processes=processes)
+        chunks = [found for _, found in examples.losses()]
+        columns |= {name: torch.cat([chunk[name] for chunk in chunks]).numpy() for name in chunks[0]}
+        targets = reader.targets_at(rows)
+        if "confidence" in columns and targets is not None:
+            columns["correct"] = columns["prediction"] == targets
+    if targets is not None:
+        columns |= {"target": targets, "label": targets}
+    return pd.DataFrame(columns)
+
+
+def _chosen(wanted: QueriesConfig, table: pd.DataFrame) -> np.ndarray:
+    """The rows of a table that a config chooses; the worst first. Raises ConfigError where none is left."""
+    of = f"{len(table):,} rows"
+    if wanted.where is not None:
+        table = table[rows_where(table, wanted.where, "influence.queries.where")]
+    if wanted.worst is not None:
+        worst = table.sort_values("loss", ascending=False, kind="stable", na_position="first")
+        table = worst.head(wanted.worst)
+    if not len(table):
+        said = ", ".join(sorted(wanted.choice_given - {"rows", "ids"}))
+        raise ConfigError(f"influence.queries: {said} leave none of {of}", hint="ask for other rows")
+    return table["index"].to_numpy(np.int64)
+
+
+def errors_about_queries() -> AbstractContextManager[None]:
+    """Errors about data, losses and models say that they are about the queries, not the training data."""
+    return errors_about("the queries", "influence.queries and influence.measurement")
+
+
+def chosen_rows(reader: CheckedReader, rows: np.ndarray) -> Read:
+    """A reader of these rows of a dataset, counted from 0."""
+    if len(rows) == rows[-1] - rows[0] + 1 and (np.diff(rows) == 1).all():
+        first = int(rows[0])
+        return lambda start, stop: reader(first + start, first + stop)
+
+    def read(start: int, stop: int) -> Block:
+        return reader.take(rows[start:stop])
+
+    return read
