@@ -306,7 +306,7 @@ def dp_audit(
 
 def dp_budget(file: AnyPath) -> BudgetResult:
     """What all private runs on a dataset spent together; `psgrad dp-budget`."""
-    from psgrad.commands.private_budget import dp_budget as run_dp_budget
+    from psgrad.commands.dp_budget import dp_budget as run_dp_budget
 
     return run_dp_budget(Path(file))
 

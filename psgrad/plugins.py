@@ -1,4 +1,4 @@
-"""Finds and configures plugins: measures, influence methods, detectors, losses and sources.
+"""Finds and configures plugins: measures, influence methods, detectors and losses.
 
 A plugin is a dataclass; its fields are its options. Its name in a config is that of one of psgrad's own or
 that of an entry point of another package (psgrad/config/plugin_names.py), or `module:Class` or
@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from psgrad.config import did_you_mean, is_callable_spec
 from psgrad.config.plugin_names import OWN, Group, installed_plugins, plugin_names
 from psgrad.config.reading import explain
-from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, MeasureError, PsgradError
+from psgrad.errors import ConfigError, InfluenceError, LossError, MeasureError, PsgradError
 from psgrad.user_code import describe_failure, resolve
 
 
@@ -77,15 +77,7 @@ LOSSES = PluginKind(
     "CONTRIBUTING.md",
     LossError,
 )
-SOURCES = PluginKind(
-    "source",
-    "sources",
-    "psgrad.data.sources.source:Source",
-    "data.path",
-    "CONTRIBUTING.md",
-    DataError,
-)
-KINDS = (MEASURES, METHODS, DETECTORS, LOSSES, SOURCES)
+KINDS = (MEASURES, METHODS, DETECTORS, LOSSES)
 
 
 def configured(kind: PluginKind, name: str, options: Mapping[str, Any], base: Path) -> Any:

@@ -192,7 +192,7 @@ def _located(
     lines: dict[int, int] = {}
     if path.suffix.lower() == ".csv" and len(ordered):
         rows = samples["index"].to_numpy(int)[ordered["row"].to_numpy(int)]
-        from psgrad.data.sources.formats.csv import csv_lines  # which these files alone need
+        from psgrad.data.sources.csv_files import csv_lines  # which these files alone need
         from psgrad.run.identity import files_sha256
 
         try:

@@ -23,6 +23,7 @@ from psgrad.commands.influence_setup import (
     without_nonfinite,
 )
 from psgrad.commands.influence_tables import query_table, training_table, write_tables
+from psgrad.commands.influence_tokens import require_tokens, token_pairs
 from psgrad.commands.run_manifest import describe_run, rank_facts_of_steps
 from psgrad.config import Config
 from psgrad.data.previews import input_of
@@ -37,7 +38,7 @@ from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.results import Say
 from psgrad.run.results.influence import InfluenceResult, RemovalCheck, shown_queries, shown_rows
-from psgrad.run.results.influence_details import QuestionTables
+from psgrad.run.results.influence_details import QuestionTables, TokenPair
 from psgrad.run.results.manifest import Counts
 from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
@@ -74,6 +75,7 @@ def influence(
     run, warnings = Run.open(config.output, processes, progress, overwrite=overwrite), Warnings(progress)
     with run.clock("load"):
         setup = set_up_influence(config, warnings, progress, processes).watched(run.passes())
+        require_tokens(setup)
         index = None if config.influence.index is None else open_index(config, setup.run)
         if index is not None:
             setup = replace(setup, method=from_index(setup.method, index))
@@ -124,6 +126,7 @@ class Scored:
     training: pd.DataFrame
     scores: Scores
     questions: QuestionTables
+    tokens: list[TokenPair]
     fitted: Sequence[Fitted]
     own: np.ndarray | None
     ranks: dict[str, Any] | None
@@ -152,6 +155,7 @@ def scored(
             shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
             keep = matrix or setup.groups is not None or bool(setup.contrasts)
             scores = rank(setup, fitted, divisors, shown, keep, run.progress)
+            tokens = token_pairs(setup, fitted, scores.pairs, shown)
         with clock("self-influence"):
             own = self_influence(setup, fitted, clock.seconds["scores"], warnings)
     if described(setup).predicts_removal:
@@ -167,6 +171,7 @@ def scored(
         training_table(setup, screening, scores.overall, own),
         scores,
         questions,
+        tokens,
         fitted,
         own,
         rank_facts_of_steps(setup.processes, "influence."),
@@ -209,6 +214,7 @@ def result_of(found: Scored, run: AnyRun, warnings: Warnings) -> InfluenceResult
         class_names=setup.run.config.data.class_names,
         larger_is_worse=larger_is_worse,
         questions=found.questions,
+        tokens=found.tokens,
     )
 
 

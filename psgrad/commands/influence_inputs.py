@@ -83,10 +83,10 @@ def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
             "models would be trained again from the trained weights: model.pretrained has the only ones",
             hint="set model.pretrained to the model before its training, and model.checkpoint to the result",
         )
-    bare = config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
+    bare = config.model.model_copy(update={"checkpoint": None})
 
     def fresh(seed: int) -> nn.Module:
-        loaded = load_model(bare, config.base, allow_download=config.allow_download)
+        loaded = load_model(bare, config.base)
         return loaded.model.to(run.device, run.dtype)
 
     return fresh

@@ -246,7 +246,7 @@ def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:
     influence = config.influence
     named = [influence.measurement.name, influence.evaluate.train.function]
     content = {
-        "model": config.model.model_dump(mode="json", exclude={"checkpoint", "state_dict_key"}),
+        "model": config.model.model_dump(mode="json", exclude={"checkpoint"}),
         "loss": config.loss.model_dump(mode="json"),
         "measurement": influence.measurement.model_dump(mode="json"),
         "train": influence.evaluate.train.model_dump(mode="json", exclude={"together"}),

@@ -260,7 +260,7 @@ def _contrast_table(setup: InfluenceSetup, both: Array, query_ids: Array) -> pd.
 # Losses that are never negative, by name.
 _NEVER_NEGATIVE = (
     *("cross_entropy", "token_cross_entropy", "bce_with_logits"),
-    *("mse", "l1", "smooth_l1", "huber"),
+    *("mse", "l1", "huber"),
 )
 
 

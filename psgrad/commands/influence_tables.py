@@ -95,6 +95,9 @@ def write_tables(result: InfluenceResult, matrix: Mapping[str, np.ndarray] | Non
     folder.write_csv("harmful.csv", harmful_rows(result.training))
     for name, frame in result.questions.files().items():
         folder.write_table(name, frame)
+    if result.tokens:
+        tables = [pair.table() for pair in result.tokens]
+        folder.write_table("tokens.parquet", pd.concat(tables, ignore_index=True))
     if matrix is not None:
         from safetensors.numpy import save
 

@@ -11,7 +11,6 @@ from psgrad.config.config import Config as Config
 from psgrad.config.config import EngineConfig as EngineConfig
 from psgrad.config.config import LossConfig as LossConfig
 from psgrad.config.config import ReportConfig as ReportConfig
-from psgrad.config.data import DATA_SUFFIXES as DATA_SUFFIXES
 from psgrad.config.data import DataConfig as DataConfig
 from psgrad.config.data import QueriesConfig as QueriesConfig
 from psgrad.config.influence import MEASUREMENTS as MEASUREMENTS
@@ -30,7 +29,6 @@ from psgrad.config.mechanism import SamplingConfig as SamplingConfig
 from psgrad.config.mechanism import UnitConfig as UnitConfig
 from psgrad.config.model import TASKS as TASKS
 from psgrad.config.model import ModelConfig as ModelConfig
-from psgrad.config.model import NewAdapterConfig as NewAdapterConfig
 from psgrad.config.model import Task as Task
 from psgrad.config.privacy import OptimizerConfig as OptimizerConfig
 from psgrad.config.privacy import PrivacyConfig as PrivacyConfig

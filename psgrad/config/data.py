@@ -4,13 +4,12 @@ rows of their own, or some of these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from psgrad.config.plugin_names import OWN, plugin_names
 from psgrad.config.values import (
     CallableSpec,
     ConfigSection,
@@ -22,8 +21,8 @@ from psgrad.config.values import (
 )
 from psgrad.errors import ConfigError
 
-DATA_SUFFIXES = tuple(f".{name}" for name in OWN["sources"])
-"""Suffixes of the data files that psgrad reads by itself."""
+DATA_FORMATS = ("csv", "tsv", "jsonl", "json", "txt", "parquet", "arrow", "feather", "npz", "safetensors")
+"""The formats of data files, by suffix; the reader of each is in psgrad/data/sources/files.py."""
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 """Suffixes of compressed files; the one before them picks the reader."""
 
@@ -79,10 +78,15 @@ def _data_paths(value: object) -> object:
     if not paths or not all(isinstance(path, str | Path) and str(path) for path in paths):
         raise ValueError(f"got {described(value)}, expected a file, a glob such as train-*.jsonl, or a list")
     for path in map(Path, paths):
-        if data_format(path) not in plugin_names("sources"):
+        if data_format(path) == "tar":
             raise ValueError(
-                f"{path.name!r} does not end in one of {', '.join(DATA_SUFFIXES)} (or these and .gz or .zst);"
-                " the suffix picks the reader"
+                f"{path.name!r} is a tar, which is not read; save it as a folder, and name that in dataset:"
+                " datasets.load_dataset('webdataset', data_files=FILE, split='train').save_to_disk(FOLDER)"
+            )
+        if data_format(path) not in DATA_FORMATS:
+            raise ValueError(
+                f"{path.name!r} does not end in one of .{', .'.join(DATA_FORMATS)} (text also with .gz or"
+                " .zst); the suffix picks the reader, and a factory reads all else"
             )
     formats = sorted({data_format(path) for path in map(Path, paths)})
     if len(formats) > 1:
@@ -94,7 +98,7 @@ _IN_ORDER = "rows are read in the order of the dataset; a private run draws its 
 _STREAMS = "streams are not read; save the rows that you want with datasets' save_to_disk, or name data.split"
 # Keys that mean nothing without one of others.
 _READ_WITH = {
-    ("tokenizer", "max_length", "truncation", "masked", "seed"): ("text", "prompt", "messages"),
+    ("tokenizer", "max_length", "truncation"): ("text", "prompt", "messages"),
     ("size", "crop", "mean", "std"): ("image", "images"),
 }
 
@@ -113,6 +117,8 @@ class DataConfig(ConfigSection):
         ),
         "streaming": _STREAMS,
         "stream_rows": _STREAMS,
+        "masked": "15 % of the tokens are hidden, as BERT was trained",
+        "seed": "the tokens that are hidden follow from a row's text",
         "user": "the column of a private run's users is privacy.unit.column",
     }
 
@@ -148,10 +154,6 @@ class DataConfig(ConfigSection):
     """The largest number of tokens in a row; null for what the model takes."""
     truncation: Literal["right", "left", "error"] = "error"
     """Where longer rows are cut."""
-    masked: Annotated[Finite, Field(gt=0, le=1)] = 0.15
-    """Of masked-lm: the share of tokens that are hidden and predicted."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Of masked-lm: seed of which tokens are hidden; the same row has the same ones each time."""
     image: str | None = None
     """The column of images, as paths or bytes; the model's image processor prepares them."""
     size: Annotated[int, Field(ge=1)] | list[Annotated[int, Field(ge=1)]] | None = None
@@ -198,10 +200,10 @@ class DataConfig(ConfigSection):
             return self.target[0]
         return self.target
 
-    def with_inputs(self, columns: Sequence[str]) -> DataConfig:
-        """This dataset with `columns` as its only inputs."""
-        others = ("target", "text", "prompt", "completion", "messages", "image", "id", "group", "weight")
-        return self.model_copy(update={**dict.fromkeys(others), "inputs": {name: name for name in columns}})
+    @property
+    def reads_texts(self) -> bool:
+        """Whether a tokenizer makes the inputs of columns of text."""
+        return any(each is not None for each in (self.text, self.prompt, self.messages))
 
     @property
     def source(self) -> str:

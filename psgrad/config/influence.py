@@ -117,7 +117,7 @@ class InfluenceConfig(ConfigSection):
         "over_queries": "all queries together are ranked by their mean score; scores.parquet has each query",
         "layers": "scores are of all parameters together: choose some by influence.parameters",
         "index_search": "an index is read whole; each row of influence.index.dimension numbers is read once",
-        "level": "scores are of whole samples: name rows with shorter texts in influence.queries",
+        "query_tokens": "tokens.parquet has all tokens of the queries: choose its rows by query_token",
     }
 
     queries: QueriesConfig | None = None
@@ -137,6 +137,10 @@ class InfluenceConfig(ConfigSection):
     """
     top: Annotated[int, Field(ge=1)] = 10
     """Examples of either sign ranked for each query."""
+    level: Literal["sample", "token"] = "sample"
+    """Whether the ranked pairs of the queries that the report shows are also divided over the tokens of both;
+    of a loss of positions.
+    """
     normalize: Literal["none", "self_influence", "preconditioned_norm"] = "none"
     """RelatIF: scores divided by the root of the example's self-influence, or by the norm of its
     preconditioned gradient.
@@ -166,6 +170,17 @@ class InfluenceConfig(ConfigSection):
             raise ValueError(f"the checkpoint {twice} is listed twice; it would count double")
         if self.checkpoints is not None and not paths:
             raise ValueError("checkpoints is an empty list; leave it out to use model.checkpoint")
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_of_one_checkpoint(self) -> InfluenceConfig:
+        if self.level == "token" and len(self.checkpoints or ()) > 1:
+            raise ValueError(
+                f"level: token divides the scores of one checkpoint, and {len(self.checkpoints or ())} are"
+                " listed"
+            )
+        if self.level == "token" and self.index is not None:
+            raise ValueError("level: token reads the gradients of tokens, which an index has not")
         return self
 
     @model_validator(mode="after")

@@ -1,5 +1,5 @@
-"""Datasets made of another one: some of its rows, drawn at random; its rows with columns for the loss; and
-groups of its rows as samples, such as the rows of a document, a user or a conversation.
+"""Datasets made of another one: some of its rows, drawn at random; and groups of its rows as samples, such as
+the rows of a document, a user or a conversation.
 """
 
 from __future__ import annotations
@@ -90,48 +90,6 @@ class DrawnSamples(SamplesOf):
 
     def first_row(self, sample: int) -> int:
         return self._samples.first_row(int(self.rows[sample]))
-
-
-class SamplesWithColumns(SamplesOf):
-    """A dataset with columns of numbers in front of its inputs, for a loss that takes them.
-
-    columns: the same rows, whose inputs are these columns.
-    """
-
-    def __init__(self, samples: Samples, columns: Samples, names: Sequence[str]) -> None:
-        super().__init__(samples)
-        self._columns, self.loss_columns, self._names = columns, len(names), list(names)
-        if columns.ragged is not None:
-            raise DataError(
-                f"loss.columns: {', '.join(names)} hold lists of unequal length; expected columns whose"
-                " rows are alike",
-            )
-        self.ragged = None if samples.ragged is None else samples.ragged.around(before=len(names))
-
-    def take(self, rows: Array) -> Block:
-        return self._with(self._samples.take(rows), self._columns.take(rows))
-
-    def anew(self) -> Samples:
-        return SamplesWithColumns(self._samples.anew(), self._columns.anew(), self._names)
-
-    def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-        yield from self._samples.read_ahead(rows)
-        yield from self._columns.read_ahead(rows)
-
-    def content(self, count: int | None = None) -> str:
-        both = self._samples.content(count) + self._columns.content(count)
-        return hashlib.sha256(both.encode()).hexdigest()
-
-    def content_of(self, rows: Sequence[int]) -> str:
-        both = self._samples.content_of(rows) + self._columns.content_of(rows)
-        return hashlib.sha256(both.encode()).hexdigest()
-
-    def input_names(self) -> list[str]:
-        names = self._samples.input_names()
-        return [*self._names, *names] if names else names
-
-    def _with(self, block: Block, columns: Block) -> Block:
-        return Block((*columns.inputs, *block.inputs), block.target, block.lengths, self.ragged)
 
 
 class GroupedSamples(SamplesOf):

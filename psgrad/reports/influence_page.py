@@ -4,10 +4,12 @@ most 2 MB for any number of examples and queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+from psgrad.reports.attribution import Passage
 from psgrad.reports.figures import Plot
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.influence_words import (
@@ -25,10 +27,12 @@ from psgrad.reports.influence_words import (
     run_words,
     self_influences,
     signed,
+    token_table,
     unit_words,
 )
 from psgrad.reports.page import about_run, render_template, title_of
 from psgrad.reports.pictures import excerpt, original_uri, picture_uri, shown_text
+from psgrad.reports.spans import spans_of
 from psgrad.reports.tables import Table
 from psgrad.reports.words import (
     FACT_LIMIT,
@@ -36,12 +40,14 @@ from psgrad.reports.words import (
     brief,
     cell,
     flat_words,
+    identifier,
     number,
     percent,
     plural,
 )
 from psgrad.run.results import disagrees, has_classes
 from psgrad.run.results.influence import ALL_INDEX, SIGN, InfluenceResult, harmful_rows
+from psgrad.run.results.influence_details import Array, TokenPair, TokenText
 from psgrad.wording import listed_names
 
 # Every part of the page is bounded, so that the page is: 90 pictures of noise are about 1.5 MB.
@@ -94,6 +100,7 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
         missing=MISSING,
         scored=int((result.queries["status"] == "ok").sum()),
         questions=list(question_tables(result)),
+        tokens=list(token_pairs(result)),
         plots=plots,
         own=self_influences(result),
         coverage=brief(coverage_words(coverage), 2 * FACT_LIMIT) if coverage else "",
@@ -230,6 +237,38 @@ def hint(result: InfluenceResult) -> dict[str, Any]:
         "change": f"{abs(total):.3g}",
         "measured": measured,
     }
+
+
+@dataclass(frozen=True)
+class ShownPair:
+    """A query and a training example, token by token."""
+
+    title: str
+    query: Passage
+    train: Passage
+    strongest: Table
+
+
+def token_pairs(result: InfluenceResult) -> Iterator[tuple[str, list[ShownPair]]]:
+    """(a query's title, its strongest pairs); none where scores of tokens were not asked for."""
+    for query, pairs in groupby(result.tokens, key=lambda pair: pair.query_index):
+        strongest = sorted(pairs, key=lambda pair: -abs(float(pair.scores.sum())))[:PAIRS]
+        yield query_title(result, query), [shown_pair(pair) for pair in strongest]
+
+
+def shown_pair(pair: TokenPair) -> ShownPair:
+    """A pair of texts, each token under the colour of its sum."""
+    title = f"{identifier(pair.train_id)}, {signed(float(pair.scores.sum()))}"
+    texts = passage(pair.query, pair.scores.sum(1)), passage(pair.train, pair.scores.sum(0))
+    return ShownPair(title, *texts, token_table(pair))
+
+
+def passage(text: TokenText, values: Array) -> Passage:
+    """A text under the colours of its tokens' values."""
+    counted = text.spread(values * 0 + 1).astype(bool)
+    words = dict(zip(text.ids.tolist(), text.pieces, strict=False))
+    spans, scale, note = spans_of(text.ids, text.spread(values), None, words, None, counted)
+    return Passage("", spans, number(scale), note)
 
 
 MAX_FACTS = 30

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from psgrad.reports.tables import Table, TableColumn, column, number_column, table
+from psgrad.reports.tables import Table, TableColumn, Writer, column, number_column, table
 from psgrad.reports.words import (
     MISSING,
     brief,
@@ -31,6 +31,7 @@ from psgrad.run.results.influence import (
     pairs_of,
     shown_queries,
 )
+from psgrad.run.results.influence_details import TokenPair
 from psgrad.run.results.manifest import UNKNOWN_UNIT
 
 UNIT_LIMIT = 260
@@ -348,3 +349,18 @@ def contrast_table(title: str, rows: pd.DataFrame) -> Table:
     ]
     of_either_sign = rows[rows["rank"].abs() <= MAX_ROWS // 2]
     return table("", title, columns, of_either_sign.to_dict("records"))
+
+
+def token_table(pair: TokenPair) -> Table:
+    """The strongest pairs of tokens."""
+
+    def token(side: str) -> Writer:
+        return lambda row: f"{row[f'{side}_token']}: {row[f'{side}_text'] or MISSING}"
+
+    columns = [
+        TableColumn("query token", token("query")),
+        TableColumn("training token", token("train")),
+        TableColumn("score", lambda row: signed(row["score"]), True),
+    ]
+    rows = pair.table().head(STRONGEST).to_dict("records")
+    return table("", "The strongest pairs of tokens", columns, rows)

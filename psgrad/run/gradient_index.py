@@ -17,7 +17,7 @@ import numpy as np
 from psgrad import __version__
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.run import durable_files, index_files
-from psgrad.run.folder_lock import FolderLock
+from psgrad.run.durable_files import FolderLock
 from psgrad.run.index_files import Arrays
 
 DESCRIPTION = "index.json"

@@ -94,22 +94,6 @@ def test_an_index_of_another_type_of_frozen_weights_is_refused(place: InfluenceW
     place.influence().refused(3, "the index index is of something else: fingerprint.frozen dtype was")
 
 
-def test_an_index_of_another_state_dict_of_the_same_file_is_refused(place: InfluenceWorkplace) -> None:
-    state = place.model.state_dict()
-    torch.save(
-        {"model": state, "average": {name: value + 1 for name, value in state.items()}},
-        place.folder / "both.pt",
-    )
-    place.config["model"] |= {"checkpoint": "both.pt", "state_dict_key": "model"}
-    with_index(place)
-    place.config["model"]["state_dict_key"] = "average"
-    place.influence().refused(
-        3,
-        "the index index is of something else: fingerprint.checkpoints was",
-        "fingerprint.state_dict_key was",
-    )
-
-
 # -- Checkpoints ---------------------------------------------------------------------------------------------
 
 

@@ -137,7 +137,7 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
         ("index={path: there, seed: 1}", "influence.index.seed: not a key here"),
         ("average=plain", "influence.average: not a key here: scores of several checkpoints are put on one"),
         ("over_queries=max", "influence.over_queries: not a key here: all queries together are ranked by"),
-        ("level=token", "influence.level: not a key here: scores are of whole samples"),
+        ("query_tokens=[1]", "influence.query_tokens: not a key here: tokens.parquet has all tokens"),
     ],
 )
 def test_mistakes_are_reported(tmp_path: Path, override: str, words: str) -> None:

@@ -26,7 +26,7 @@ from psgrad.reports.figures import Plot
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.loss_against_norm import loss_against_norm
 from psgrad.reports.measure_plots import matrix, spectrum, trajectories
-from psgrad.reports.privacy_plots import epsilon_by_multiplier, private_plots, public_plots
+from psgrad.reports.privacy_plots import epsilon_against_steps, private_plots
 from psgrad.run.results import MeasureResult, has_classes
 from psgrad.run.results.manifest import read_manifest
 from psgrad.wording import correlation
@@ -148,8 +148,9 @@ def test_pngs_have_their_title_above_the_figure_and_svgs_have_none() -> None:
 def drawn() -> list[Plot]:
     """Figures of every command, as they are laid out for their files."""
     run = frames.result(frames.classification(300))
-    figures = [*draw_plots(run), *public_plots(private_runs.result()), *private_plots(private_runs.result())]
-    figures += [epsilon_by_multiplier(private_runs.plan()), *draw_influence_plots(influence_runs.result())]
+    private = private_runs.result()
+    figures = [*draw_plots(run), epsilon_against_steps(private), *private_plots(private)]
+    figures += draw_influence_plots(influence_runs.result())
     figures += [trajectories(measured(run.samples)["trajectory"], run.samples)]
     for plot in figures:
         plot.png()

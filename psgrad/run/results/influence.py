@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from psgrad.run.results.analyze import TopSample, disagrees
-from psgrad.run.results.influence_details import QuestionTables
+from psgrad.run.results.influence_details import QuestionTables, TokenPair
 from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import ShortRepr
 
@@ -165,7 +165,8 @@ class InfluenceResult(ShortRepr):
     `check` what a few such changes are where training goes on; None where that was not tried. `measurement`
     is what of a query is explained, and `larger_is_worse` its sense. `facts` are what the method says of its
     fit (damping, residual, iterations, spectrum), for each checkpoint; `warnings` are for people. `questions`
-    has the answers about groups and contrasts. `manifest` is what manifest.json holds.
+    has the answers about groups and contrasts. `tokens` has the ranked pairs of the
+    shown queries token by token, with `level: token`. `manifest` is what manifest.json holds.
     """
 
     scores: pd.DataFrame
@@ -186,6 +187,7 @@ class InfluenceResult(ShortRepr):
     check: RemovalCheck | None = None
     larger_is_worse: bool = True
     questions: QuestionTables = field(default_factory=QuestionTables)
+    tokens: list[TokenPair] = field(default_factory=list)
 
 
 def ranked_pairs(

@@ -144,10 +144,9 @@ class OutlierFacts:
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """Where a model that no factory built came from: a pretrained one, or one of timm.
+    """Where a model that no factory built came from: a pretrained one.
 
     pretrained: as the config names it; folder, commit: where it was found; adapters: a sentence for each.
-    timm: the model's name there; version: of timm.
     """
 
     pretrained: str | None = None
@@ -156,8 +155,6 @@ class ModelOrigin:
     task: str | None = None
     adapters: list[str] = field(default_factory=list)
     dtype: str | None = None
-    timm: str | None = None
-    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ class ModelFacts:
     @property
     def name(self) -> str | None:
         """The factory, or what the config names in its place."""
-        return self.factory or self.origin.pretrained or self.origin.timm
+        return self.factory or self.origin.pretrained
 
 
 @dataclass(frozen=True)

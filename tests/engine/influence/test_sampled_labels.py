@@ -18,8 +18,8 @@ from psgrad.engine.influence.curvature.kronecker_fitting import (
 )
 from psgrad.errors import InfluenceError
 from psgrad.ragged import Block
+from tests.engine.influence.test_token_scores import IGNORED, mean_loss, sum_loss
 
-IGNORED = -100
 DRAWS, COPIES = 40, 100  # of a sample, and of the samples: 4,000 rows of each
 
 
@@ -30,14 +30,6 @@ class Words(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(self.inner(x)))
-
-
-def sum_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum")
-
-
-def mean_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return sum_loss(output, target) / (target != IGNORED).sum().clamp(min=1)
 
 
 def examples(criterion, words: int = 4, positions: int = 5) -> tuple[Examples, torch.Tensor, torch.Tensor]:

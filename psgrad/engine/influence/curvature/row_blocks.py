@@ -17,6 +17,8 @@ from psgrad.engine.gradients.terms import Term
 
 # Factors take less memory than materialised rows, and need no conversion: they may cost this much more work.
 _WORTH = 2
+# Factors that differ by at most so many roundings of their largest number are the same.
+_ROUNDING = 16
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,17 @@ def part_of(gradient: DeferredGradient, rows: int) -> ParameterRows:
     return MaterialisedRows(value.reshape(-1, rows, math.prod(gradient.shape)))
 
 
+def _are_equal(factors: torch.Tensor) -> bool:
+    """Whether the factors [n, R, ...] of a sample's R rows are the same. They come from one sample, repeated:
+    a kernel may add up the rows of a large matrix in another order than others, which changes the last bits.
+    """
+    if not factors.numel():
+        return True
+    first = factors[:, :1]
+    rounding = _ROUNDING * torch.finfo(factors.dtype).eps * first.abs().amax()
+    return bool(((factors - first).abs() <= rounding).all())
+
+
 def _shared(term: Term, rows: int) -> SharedFactorRows | None:
     """The term with the common factor of its rows stored once; None where they have none, or materialised
     rows are less work.
@@ -152,6 +165,6 @@ def _shared(term: Term, rows: int) -> SharedFactorRows | None:
     positions, a, b = left.shape[2], left.shape[3], right.shape[3]
     for own, shared, transposed in ((left, right, False), (right, left, True)):
         work = positions * (a * b + rows * own.shape[3])
-        if work <= _WORTH * rows * a * b and bool((shared == shared[:, :1]).all()):
+        if work <= _WORTH * rows * a * b and _are_equal(shared):
             return SharedFactorRows(own, shared[:, 0].clone(), transposed)
     return None
