@@ -88,9 +88,7 @@ def configured(kind: PluginKind, name: str, options: Mapping[str, Any], base: Pa
     """
     found = find(kind, name, base)
     known = options_of(found)
-    problems = [
-        _unknown_option(kind, found, name, option, known) for option in options if option not in known
-    ]
+    problems = [_unknown_option(kind, name, option, known) for option in options if option not in known]
     if not problems:
         try:
             if not known:
@@ -162,8 +160,7 @@ def _checked(kind: PluginKind, name: str, found: Any) -> type[Any]:
     return found
 
 
-def _unknown_option(kind: PluginKind, plugin: type[Any], name: str, option: str, known: list[str]) -> str:
-    refused: Mapping[str, str] = getattr(plugin, "not_taken", {})
+def _unknown_option(kind: PluginKind, name: str, option: str, known: list[str]) -> str:
     takes = f"it takes {', '.join(known)}" if known else "it takes none"
     meant = did_you_mean(option, known, before="", after=" ")
-    return f"{kind.key}: {option}: unknown option of {name}; {refused.get(option, meant + takes)}"
+    return f"{kind.key}: {option}: unknown option of {name}; {meant}{takes}"

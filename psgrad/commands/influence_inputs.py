@@ -159,7 +159,7 @@ def queries_of(
     with errors_about_queries():
         # A measurement has no weight, whatever weights the training losses have.
         if wanted is not None and (own := wanted.own_data) is not None:
-            samples = run.more_samples(own.model_copy(update={"weight": None}), weighted=False)
+            samples = run.other_samples(own.model_copy(update={"weight": None}), weighted=False)
         reader = CheckedReader(samples, measurement.criterion, run.class_count(measurement.criterion))
     if wanted is None:
         return reader, np.arange(len(samples))

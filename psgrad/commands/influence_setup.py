@@ -216,7 +216,7 @@ def set_up_influence(
     }
     require_same_on_ranks("queries", asked, processes)
     column = config.influence.groups
-    groups = None if column is None else run.more_samples(config.data, column).units
+    groups = None if column is None else run.other_samples(config.data, column).units
     contrasts = contrasted_rows(config, reader.samples, rows)
     ranked = np.arange(len(run.samples))
     return InfluenceSetup(

@@ -124,7 +124,7 @@ class Loaded:
             return None
         return output if isinstance(output, torch.Tensor) else None
 
-    def more_samples(
+    def other_samples(
         self, data: DataConfig, unit: str | None = None, weighted: bool | None = None
     ) -> Samples:
         """Another dataset for the same model and loss: labels by name mean the same as in the run's own.

@@ -166,7 +166,7 @@ def self_influence_against_loss(result: InfluenceResult) -> Plot:
             (drawn[~wrong], REST, "o", "prediction is the label" if wrong.any() else None),
             (drawn[wrong], REVIEW, "x", "prediction differs from the label"),
         ):
-            scatter(axes, rows, "self_influence", (colour, marker), words)
+            scatter(axes, rows, ("self_influence", "loss"), (colour, marker), words)
         axes.set(xscale="log", yscale="log")
         across, unit = own_words(result), result.manifest.loss_unit
         axes.set_xlabel(textwrap.fill(f"self-influence (log scale): {across}", 110), parse_math=False)

@@ -269,7 +269,7 @@ def test_validate_says_the_agreement_and_another_order(tmp_path: Path) -> None:
     assert any("in another order: 0 stay, 1 upgrade, 2 churn" in note for note in found.notes)
     rows(59, without="churn").to_csv("batch.csv", index=False)
     (problem,) = psgrad.validate("config.yaml").problems
-    assert "upgrade (29 rows), stay (30 rows)" in str(problem.error)
+    assert "upgrade (29 rows), stay (30 rows)" in str(problem)
 
 
 def test_resume_with_the_classes_in_another_order_is_refused(tmp_path: Path) -> None:

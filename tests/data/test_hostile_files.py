@@ -17,8 +17,8 @@ from psgrad.data.sources import json_files
 from psgrad.data.sources.files import read_file
 from psgrad.data.sources.load import load_data
 from psgrad.errors import CheckpointError, ConfigError, DataError
+from psgrad.quality.baselines import read_baseline
 from psgrad.quality.findings import read_ignore_list
-from psgrad.quality.gates import read_baseline
 from psgrad.run.input_files import require_file
 from psgrad.user_code import call_factory
 

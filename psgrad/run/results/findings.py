@@ -152,8 +152,6 @@ class Comparison(ShortRepr):
             first few: those that moved furthest, and those that rank first in their run. Percentiles are
             among the common samples, 100 the most suspect; `moved` is their difference, in percentage points;
             `list` says whether the sample entered or left the review list, or the outliers.
-        groups: one row for each group of the common samples: group, samples, spearman, median_a, median_b,
-            entered, left; empty without groups.
         warnings: what makes the two hard to compare.
     """
 
@@ -164,5 +162,4 @@ class Comparison(ShortRepr):
     counts: Mapping[str, int]
     spearman: float | None
     changes: pd.DataFrame
-    groups: pd.DataFrame
     warnings: tuple[str, ...] = ()

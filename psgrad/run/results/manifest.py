@@ -20,9 +20,7 @@ UNKNOWN_UNIT = "unit of the loss"
 
 @dataclass(frozen=True)
 class LossAgreement:
-    """How similarly the score and another column order samples; `shared` of the first `top` are the same, and
-    by the rank correlation `expected` would be.
-    """
+    """How similarly the score and another column order samples; `shared` of the first `top` are the same."""
 
     other: str = "loss"
     spearman: float | None = None
@@ -30,26 +28,6 @@ class LossAgreement:
     shared: int | None = None
     top_overlap: float | None = None
     words: str = ""
-    expected: float | None = None
-
-
-@dataclass(frozen=True)
-class ScoreGap:
-    """`rows` samples have scores far above all others: the next is `factor` times smaller. None: there is no
-    such gap.
-    """
-
-    rows: int | None = None
-    factor: float | None = None
-
-
-@dataclass(frozen=True)
-class Separability:
-    """Whether more samples are unusual than can be flagged: `surplus` more; words if `low`."""
-
-    surplus: float | None = None
-    low: bool | None = None
-    words: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,16 +78,6 @@ class OutlierCounts:
 
 
 @dataclass(frozen=True)
-class DetectorFacts:
-    """A detector beside the score. flagged: how many samples it would name."""
-
-    title: str | None = None
-    flagged: int | None = None
-    reference: int | None = None
-    meaning: str | None = None
-
-
-@dataclass(frozen=True)
 class OutlierFacts:
     """How samples were judged: `outliers` of the manifest.
 
@@ -130,11 +98,7 @@ class OutlierFacts:
     resolution: str | None = None
     counts: OutlierCounts = OutlierCounts()
     loss_agreement: LossAgreement = LossAgreement()
-    gap: ScoreGap = ScoreGap()
-    separability: Separability = Separability()
-    robust_z: dict[str, Any] = field(default_factory=dict)
     caveats: list[str] = field(default_factory=list)
-    detectors: dict[str, DetectorFacts] = field(default_factory=dict)
 
     @property
     def referenced(self) -> bool:

@@ -138,7 +138,7 @@ EVERY_KIND = st.one_of(dense(), product(), rows(), grouped(), convolution(), ima
 
 
 @given(pair=EVERY_KIND, data=st.data())
-def test_term_spread_over_more_samples(pair: tuple[Term, Tensor], data: st.DataObject) -> None:
+def test_term_spread_over_other_samples(pair: tuple[Term, Tensor], data: st.DataObject) -> None:
     term, value = pair
     places = torch.tensor(data.draw(st.permutations(range(len(value) + 2)))[: len(value)], dtype=torch.int64)
     spread = term.among(places, len(value) + 2)
