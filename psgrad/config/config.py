@@ -17,6 +17,7 @@ from psgrad.config.influence import MEASUREMENTS, InfluenceConfig
 from psgrad.config.model import LABELS_FROM_TEXT, TASK_LOSSES, TASKS, ModelConfig
 from psgrad.config.plugin_names import Group
 from psgrad.config.privacy import PrivacyConfig
+from psgrad.config.review import ReviewConfig
 from psgrad.config.values import ConfigSection, FilePath, NamedSection, described, is_callable_spec
 
 _ChunkSize = Annotated[int, Field(ge=1)] | Literal["auto"]
@@ -183,6 +184,8 @@ class Config(ConfigSection):
     """A differentially private run, `psgrad dp-step`."""
     influence: InfluenceConfig = Field(default_factory=InfluenceConfig)
     """`psgrad influence`: which training examples made the model do this."""
+    review: ReviewConfig = Field(default_factory=ReviewConfig)
+    """`psgrad review`: what a change of the training data may do and still pass."""
     output: FilePath
     """The run folder, relative to the current directory."""
     _base: Path = PrivateAttr(default_factory=Path)  # private, so that no file can set it

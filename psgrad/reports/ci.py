@@ -175,7 +175,14 @@ def _body(outcome: GateOutcome, findings: dict[str, Finding]) -> str:
 
 SARIF_RESULTS = 5_000
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-_SARIF_LEVELS = {"nonfinite": "error", "outlier": "warning", "zero-gradient": "warning", "review": "note"}
+
+_SARIF_LEVELS = {
+    "nonfinite": "error",
+    "outlier": "warning",
+    "zero-gradient": "warning",
+    "changed-row": "warning",
+    "review": "note",
+}
 
 
 def render_sarif(result: CheckResult) -> str:

@@ -16,6 +16,7 @@ RULES: Mapping[str, str] = {
     "nonfinite": "the loss or the gradient of the sample is NaN or infinite",
     "outlier": "the sample is unlike the reference, at the false discovery rate that was asked for",
     "zero-gradient": "the gradient of the sample is exactly zero: it would not move the model",
+    "changed-row": "the row was added or changed, and looks wrong by itself",
     "review": "among the samples to look at first; a list, not a verdict",
 }
 """The rules by which samples are named, the most severe first, and what each says."""
