@@ -22,7 +22,13 @@ from psgrad.commands.influence_retraining import (
     evaluation_of,
     fitted_methods,
 )
-from psgrad.commands.influence_setup import Warnings, described, set_up_influence, without_nonfinite
+from psgrad.commands.influence_setup import (
+    InfluenceSetup,
+    Warnings,
+    described,
+    set_up_influence,
+    without_nonfinite,
+)
 from psgrad.commands.run_manifest import describe_run, rank_facts_of_steps
 from psgrad.config import Config, EvaluationKind
 from psgrad.engine.execution.ranks import OneProcess, Processes
@@ -86,21 +92,13 @@ def evaluate_influence(
         require_evaluable(config)
         setup = set_up_influence(config, say, progress, processes)
     if not processes.leads:
-        setup, _ = without_nonfinite(setup, say)
-        processes.agreed("the folder", list)
-        EVALUATIONS[kind](evaluation_of(setup, run.folder, progress))
-        rank_facts_of_steps(processes, "evaluation.")
+        _evaluated(setup, kind, run, say)
         return None
     with run.clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
-    with run.clock("screening"):
-        setup, _ = without_nonfinite(setup, say)
     manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
     with run.begin(manifest):
-        processes.agreed("the folder", list)
-        with run.clock("evaluation"):
-            evaluation = evaluation_of(setup, run.folder, progress)
-            found = EVALUATIONS[kind](evaluation)
+        evaluation, found, ranks = _evaluated(setup, kind, run, say)
         result = EvaluationResult(
             kind=kind,
             method=evaluation.main,
@@ -114,13 +112,27 @@ def evaluate_influence(
             manifest=run.manifest,
         )
         facts = run.add(
-            ranks=rank_facts_of_steps(processes, "evaluation."),
+            influence=described(evaluation.setup),
+            ranks=ranks,
             engine=replace(run.manifest.engine, **setup.run.counts.facts()),
             evaluation=evaluation_content(result),
         )
         result = replace(result, manifest=facts)
         write_files(result, run.folder)
     return result
+
+
+def _evaluated(
+    setup: InfluenceSetup, kind: EvaluationKind, run: Run[Processes], say: Warnings
+) -> tuple[Evaluation, Found, dict[str, Any] | None]:
+    """What all processes compute together: the evaluation, what it found, and the work of each process."""
+    with run.clock("screening"):
+        setup, _ = without_nonfinite(setup, say)
+    run.processes.agreed("the folder", list)  # which the first process has made by then
+    with run.clock("evaluation"):
+        evaluation = evaluation_of(setup, run.folder, run.progress)
+        found = EVALUATIONS[kind](evaluation)
+    return evaluation, found, rank_facts_of_steps(run.processes, "evaluation.")
 
 
 def require_evaluable(config: Config) -> None:
@@ -219,10 +231,8 @@ def evaluate_loo(evaluation: Evaluation) -> Found:
     found = leave_one_out(scores, removed, actual)
     rows = []
     for name, score in found.items():
-        values = asdict(score)
-        del values["per_query"]
-        interval = ends(values.pop("interval"))
-        rows.append({"method": name, "control": name in names, **interval, **values})
+        values = {key: value for key, value in asdict(score).items() if key not in ("per_query", "interval")}
+        rows.append({"method": name, "control": name in names, **ends(score.interval), **values})
     facts = {
         "removals": len(removed),
         "highest": min(highest, len(removed)),
@@ -337,10 +347,10 @@ def without_rows(
 
 
 def ceiling_facts(outcomes: Array) -> dict[str, float | None]:
+    """How much of the outcomes is noise of retraining; None for all of it where each was trained once."""
     found = ceiling(outcomes)
-    if found is None:
-        return dict.fromkeys(("ceiling", "single_seed", "reliability"))
-    return {"ceiling": found.best, "single_seed": found.single, "reliability": found.reliability}
+    numbers = (None, None, None) if found is None else (found.best, found.single, found.reliability)
+    return dict(zip(("ceiling", "single_seed", "reliability"), numbers, strict=True))
 
 
 def ends(interval: Interval | None, start: str = "") -> dict[str, float | None]:
@@ -362,9 +372,6 @@ def per_query(evaluation: Evaluation, asked: Array, values: dict[str, Array]) ->
 def frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """A table whose missing numbers are NaN."""
     table = pd.DataFrame(rows)
-    numbers = [
-        column
-        for column in table.columns
-        if column not in ("method", "control") and table[column].dtype == object
-    ]
-    return table.astype(dict.fromkeys(numbers, float))
+    numbers = table.columns.difference(["method", "control"])
+    objects = [name for name in numbers if table[name].dtype == object]
+    return table.astype(dict.fromkeys(objects, float))

@@ -9,11 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.numpy import load_file
-from torch import nn
 
-from psgrad.commands.influence_retraining import behaviour
-from psgrad.engine.execution.objective import BY_POSITION
-from psgrad.engine.influence.evaluation.jobs import LoadedRows
 from tests.influence_workplace import InfluenceWorkplace, loop_of_gradients
 
 DATASET = """\
@@ -165,25 +161,6 @@ def test_a_model_that_draws_at_random_is_refused(place: InfluenceWorkplace) -> N
     place.index().refused(2, *words)
     place.config["model"]["mode"] = "eval"
     assert place.index().code == 0
-
-
-# -- Models that are trained again ---------------------------------------------------------------------------
-
-
-def test_fresh_models_are_distinguished_by_what_they_do() -> None:
-    rows = LoadedRows((torch.randn(5, 4),), None)
-
-    def of(activation: type[nn.Module], spread: float) -> str:
-        def fresh(seed: int) -> nn.Module:
-            model = nn.Sequential(nn.Linear(4, 3), activation())
-            with torch.no_grad():
-                model[0].weight.mul_(spread)
-            return model
-
-        return behaviour(fresh, rows, BY_POSITION)
-
-    assert of(nn.Tanh, 1) == of(nn.Tanh, 1)
-    assert len({of(nn.Tanh, 1), of(nn.Sigmoid, 1), of(nn.Tanh, 2)}) == 3
 
 
 # -- Rows that are left out ---------------------------------------------------------------
