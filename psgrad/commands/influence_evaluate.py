@@ -150,7 +150,6 @@ def write_files(result: EvaluationResult, folder: RunFolder) -> None:
     """evaluation.json, the tables as CSV and parquet, and the figures."""
     for plot in evaluation_plots(result):
         folder.write_bytes(f"plots/{plot.name}.png", plot.png())
-        folder.write_bytes(f"plots/{plot.name}.svg", plot.svg())
     folder.write_csv("evaluation.csv", result.table)
     folder.write_table("evaluation_details.parquet", result.details)
     if len(result.points):

@@ -83,7 +83,6 @@ def test_the_files_of_a_run(place: InfluenceWorkplace) -> None:
     assert queries["prediction"].tolist() == logits.argmax(1).tolist()
     assert {path.name for path in (folder / "plots").iterdir()} >= {
         "score_distributions.png",
-        "cumulative_influence.png",
     }
     assert "<html" in (folder / "report.html").read_text()
 

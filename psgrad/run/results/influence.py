@@ -263,19 +263,6 @@ def shown_rows(
     return first, sorted({int(row) for side in pairs for row in side["train_index"]})
 
 
-def cumulative_influence(scores: Array) -> Array:
-    """The share of the positive total that the 1, 2, ... strongest proponents carry; empty for none."""
-    positive = np.sort(scores[scores > 0])[::-1]
-    sums = np.cumsum(positive, dtype=np.float64)
-    return sums / sums[-1] if len(sums) else sums
-
-
-def carriers(scores: Array, share: float) -> int:
-    """How many of the strongest proponents carry this share of the positive total; 0 where there is none."""
-    curve = cumulative_influence(scores)
-    return min(int(np.searchsorted(curve, share)) + 1, len(curve))
-
-
 @dataclass(frozen=True)
 class IndexResult:
     """What `psgrad influence index` built: rows of `columns` numbers for each of `checkpoints`, `size` bytes
