@@ -150,7 +150,9 @@ def test_relative_influence_is_that_of_its_definition(place: InfluenceWorkplace)
     norms = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"]).norm(dim=1).numpy()
     found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
     np.testing.assert_allclose(found, expected_products(place) / norms[:, None], rtol=1e-4, atol=1e-6)
-    assert place.manifest()["influence"]["predicts_removal"] is False
+    said = place.manifest()["influence"]
+    assert said["predicts_removal"] is False
+    assert said["unit"].endswith("by the square root of the training example's influence on itself")
 
 
 # -- Several checkpoints -------------------------------------------------------------------------------------

@@ -103,46 +103,6 @@ def test_the_same_weights_in_files_that_differ_are_refused(place: InfluenceWorkp
     )
 
 
-SLOW = """\
-import time
-from pathlib import Path
-
-import numpy as np
-import torch
-
-
-class Rows(torch.utils.data.Dataset):
-    busy = False
-
-    def __init__(self):
-        self.arrays = np.load("data.npz")
-
-    def __len__(self):
-        return len(self.arrays["y"])
-
-    def __getitem__(self, row):
-        if Rows.busy:
-            Path("twice").touch()
-        Rows.busy = True
-        time.sleep(0.001)
-        Rows.busy = False
-        return self.arrays["x"][row], self.arrays["y"][row]
-"""
-
-
-@pytest.mark.long
-def test_rows_are_not_read_twice_at_once_for_two_checkpoints(place: InfluenceWorkplace) -> None:
-    (place.folder / "rows.py").write_text(SLOW)
-    place.config["data"] = {"factory": "rows.py:Rows"}
-    place.config["engine"] = {"chunk_size": 4}
-    place.save_checkpoint("a.safetensors", 3)
-    place.save_checkpoint("b.safetensors", 4)
-    place.section["checkpoints"] = ["a.safetensors", "b.safetensors"]
-    place.section["queries"] = {"rows": [0, 1, 2, 3, 4, 5, 6, 7]}
-    place.ranked()
-    assert not (place.folder / "twice").exists()
-
-
 # -- What the model draws ------------------------------------------------------------------------------------
 
 
@@ -203,25 +163,6 @@ def test_an_index_damps_by_the_rows_that_have_a_gradient(place: InfluenceWorkpla
     without = place.ranked()
     with_index(place, features="margin")
     pd.testing.assert_frame_equal(place.ranked("--overwrite"), without, rtol=1e-4, atol=1e-6)
-
-
-# -- Units ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("normalize", "words"),
-    [
-        ("self_influence", "divided by the square root of the training example's influence on itself"),
-        ("preconditioned_norm", "divided by the norm of the training example's preconditioned gradient"),
-    ],
-)
-def test_the_unit_says_what_scores_are_divided_by(
-    place: InfluenceWorkplace, normalize: str, words: str
-) -> None:
-    place.section.update(method="influence", normalize=normalize)
-    place.ranked()
-    assert place.manifest()["influence"]["unit"].endswith(words)
 
 
 # -- Queries without a score ---------------------------------------------------------------------------------

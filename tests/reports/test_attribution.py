@@ -22,7 +22,6 @@ from psgrad.reports.spans import (
     MAX_POSITIONS,
     RAISES,
     Span,
-    level_of,
     pieces_of,
     rgb,
     spans_of,
@@ -66,13 +65,6 @@ def test_orange_raises_blue_lowers_and_nothing_is_grey() -> None:
     assert np.ptp(found[2]) == 0
     assert np.ptp(found[3]) < np.ptp(found[0])
     assert found[3][0] > found[3][2]  # more red than blue
-
-
-def test_no_attribution_at_all_is_the_grey_picture() -> None:
-    found = overlaid(np.array([[0.0, 255.0]]), np.zeros((1, 2)))
-    assert np.ptp(found, axis=2).max() == 0
-    assert found[0, 0, 0] < found[0, 1, 0]
-    assert level_of(0.0, 0.0) == 0
 
 
 def luminance(colour: str) -> float:
@@ -156,15 +148,6 @@ def test_nothing_is_shown_where_no_map_was_kept() -> None:
         assert attribution_cards(each) == []
 
 
-@pytest.mark.long
-def test_pictures_of_noise_leave_room_on_the_page() -> None:
-    rng = np.random.default_rng(0)
-    images = [TopSample("", rng.random((3, 300, 300), np.float32)) for _ in range(12)]
-    cards = attribution_cards(run(rng.normal(size=(12, 3, 300, 300)), images))
-    assert len(cards) == 6
-    assert sum(len(overlay.uri) for card in cards for overlay in card.overlays) < 500_000
-
-
 # -- text ----------------------------------------------------------------------------------------------------
 
 
@@ -190,24 +173,6 @@ def test_neighbours_of_one_shade_are_one_span_and_bytes_are_added_up() -> None:
     assert note == ""
 
 
-def test_special_tokens_are_marked() -> None:
-    words = {1: "[CLS]", 5: "good", 6: "film", 2: "[SEP]"}
-    spans, *_ = spans_of(np.array([1, 5, 6, 2]), np.array([0.0, 0.0, 1.0, 1.0]), None, words, special={1, 2})
-    found = [(span.text.strip(), span.level > 0, span.special) for span in spans]
-    assert found == [
-        ("[CLS]", False, True),
-        ("good", False, False),
-        ("film", True, False),
-        ("[SEP]", True, True),
-    ]
-    assert [(span.classes, bool(span.style)) for span in spans] == [
-        ("special", False),
-        ("", False),
-        ("", True),
-        ("special", True),
-    ]
-
-
 def test_long_texts_are_cut_and_say_so() -> None:
     spans, scale, note = spans_of(np.arange(1000), np.arange(1000.0), "x" * 1000)
     assert sum(len(span.text) for span in spans) == MAX_POSITIONS
@@ -227,14 +192,6 @@ def test_nasty_texts_are_spelled_out_and_escaped() -> None:
     assert "&lt;b&gt;" in html
 
 
-def test_ids_without_a_text_are_shown_by_position() -> None:
-    ids = np.array([[101, 7, 102]])
-    (card,) = attribution_cards(run(np.array([[0.0, 1.0, 0.2]]), [], ids_0=ids))
-    assert "".join(span.text for span in card.passages[1].spans) == "0:101 1:7 2:102 "
-    assert card.picture is None
-    assert not card.overlays
-
-
 # -- ids -----------------------------------------------------------------------------------------------------
 
 
@@ -244,10 +201,15 @@ def shown(ids: list[int], weights: list[float], *known: Any) -> tuple[str, str]:
     return "".join(span.text for span in spans), note
 
 
-def test_ids_are_shown_as_words_where_the_dataset_knows_them() -> None:
-    words, note = shown([5, 6, 9], [1.0, 2.0, 3.0], None, {5: "good ", 6: "film"})
-    assert words == "good film[9]"
-    assert note == ""
+def test_ids_are_shown_as_words_or_by_position() -> None:
+    assert shown([5, 6, 9], [1.0, 2.0, 3.0], None, {5: "good ", 6: "film"}) == ("good film[9]", "")
+    unknown = "position:id, as the dataset has no tokenizer that tells the words"
+    assert shown([5, 6], [1.0, 2.0]) == ("0:5 1:6 ", unknown)
+    assert shown([1, 2, 3, 0, 0, 0], [1.0, 0, 2.0, 0, 0, 0], "abc")[0] == "abc"  # padding behind a text
+    assert shown([1, 2, 0, 0, 0], [1.0, 0, 0, 0, 0], "aa   ")[0] == "aa   "  # five characters for five ids
+    words = {1: "[CLS]", 5: "good"}
+    spans, *_ = spans_of(np.array([1, 5]), np.array([0.0, 1.0]), None, words, special={1})
+    assert [(each.classes, bool(each.style)) for each in spans] == [("special", False), ("", True)]
 
 
 def test_padding_is_left_out_and_counted() -> None:
@@ -261,17 +223,6 @@ def test_padding_is_left_out_and_counted() -> None:
     )  # one, where its id is known
     assert shown([5, 6, 6], [1.0, 2.0, 0.0], None, {5: "a", 6: "b"})[0] == "a b b "  # words may be said twice
     assert shown([4, 4, 4], [1.0, 2.0, 0.0])[0] == "0:4 1:4 2:4 "  # nothing else is there
-
-
-def test_a_text_is_matched_without_the_padding_behind_it() -> None:
-    assert shown([1, 2, 3, 0, 0, 0], [1.0, 0, 2.0, 0, 0, 0], "abc")[0] == "abc"
-    assert shown([1, 2, 0, 0, 0], [1.0, 0, 0, 0, 0], "aa   ")[0] == "aa   "  # five characters for five ids
-
-
-def test_ids_of_an_unknown_vocabulary_say_what_they_are() -> None:
-    words, note = shown([5, 6], [1.0, 2.0])
-    assert words == "0:5 1:6 "
-    assert note == "position:id, as the dataset has no tokenizer that tells the words"
 
 
 def test_tokens_are_distinguished() -> None:
