@@ -109,7 +109,7 @@ def test_the_table_has_the_best_first_with_intervals_leads_and_the_ceiling() -> 
     assert "\x1b" not in text  # no escape sequence of a note reaches the terminal
 
 
-def testdecimals_are_no_1_where_the_number_is_none() -> None:
+def test_decimals_are_no_1_where_the_number_is_none() -> None:
     assert [decimals(value, 3) for value in (0.9996, -0.9996, 1.0, 1.0004, 0.0004)] == [
         "0.999",
         "-0.999",
