@@ -124,7 +124,7 @@ def evaluate_influence(
 
 def _evaluated(
     setup: InfluenceSetup, kind: EvaluationKind, run: Run[Processes], say: Warnings
-) -> tuple[Evaluation, Found, dict[str, Any] | None]:
+) -> tuple[Evaluation, EvaluationTables, dict[str, Any] | None]:
     """What all processes compute together: the evaluation, what it found, and the work of each process."""
     with run.clock("screening"):
         setup, _ = without_nonfinite(setup, say)
@@ -161,7 +161,7 @@ def write_files(result: EvaluationResult, folder: RunFolder) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class EvaluationTables:
     """What an evaluation found; see EvaluationResult."""
 
     table: pd.DataFrame
@@ -170,7 +170,7 @@ class Found:
     points: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
-def evaluate_lds(evaluation: Evaluation) -> Found:
+def evaluate_lds(evaluation: Evaluation) -> EvaluationTables:
     """Linear datamodeling scores over retrained subsets."""
     wanted, asked, n = evaluation.wanted, evaluation.asked, len(evaluation.training)
     if not 0 < round(wanted.fraction * n) < n:
@@ -209,10 +209,10 @@ def evaluate_lds(evaluation: Evaluation) -> Found:
         **ceiling_facts(truth),
     }
     details = per_query(evaluation, asked, {name: score.per_query for name, score in found.items()})
-    return Found(frame(rows), facts, details)
+    return EvaluationTables(frame(rows), facts, details)
 
 
-def evaluate_loo(evaluation: Evaluation) -> Found:
+def evaluate_loo(evaluation: Evaluation) -> EvaluationTables:
     """Leave-one-out rises by retraining."""
     wanted, setup, n = evaluation.wanted, evaluation.setup, len(evaluation.training)
     if n < _FEWEST:
@@ -250,7 +250,7 @@ def evaluate_loo(evaluation: Evaluation) -> Found:
         }
     )
     correlations = {name: score.per_query for name, score in found.items()}
-    return Found(frame(rows), facts, per_query(evaluation, evaluation.asked, correlations), points)
+    return EvaluationTables(frame(rows), facts, per_query(evaluation, evaluation.asked, correlations), points)
 
 
 def _own_influence(evaluation: Evaluation, fits: Fits) -> Array:
@@ -267,7 +267,7 @@ def _own_influence(evaluation: Evaluation, fits: Fits) -> Array:
     return own_controls(evaluation.training)[NORM]
 
 
-def evaluate_removal(evaluation: Evaluation) -> Found:
+def evaluate_removal(evaluation: Evaluation) -> EvaluationTables:
     """Rises of queries whose strongest proponents are left out."""
     wanted, n = evaluation.wanted, len(evaluation.training)
     if max(wanted.ks) >= n:
@@ -313,10 +313,10 @@ def evaluate_removal(evaluation: Evaluation) -> Found:
             )
             details.append(per_query(evaluation, asked, {name: score.per_query}).assign(removed=k))
     facts = {"queries": count, "seeds": evaluation.seeds, "models": models}
-    return Found(frame(rows), facts, pd.concat(details, ignore_index=True))
+    return EvaluationTables(frame(rows), facts, pd.concat(details, ignore_index=True))
 
 
-EVALUATIONS: dict[EvaluationKind, Callable[[Evaluation], Found]] = {
+EVALUATIONS: dict[EvaluationKind, Callable[[Evaluation], EvaluationTables]] = {
     "lds": evaluate_lds,
     "loo": evaluate_loo,
     "removal": evaluate_removal,
