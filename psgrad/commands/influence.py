@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,26 +11,19 @@ import pandas as pd
 import torch
 
 from psgrad.commands.influence_check import check_removals, with_weight_decay
-from psgrad.commands.influence_index import open_index
-from psgrad.commands.influence_questions import answered, require_room, require_tokens, token_pairs
-from psgrad.commands.influence_ranking import QueryRankings, marked_beyond_loss, rank
+from psgrad.commands.influence_index import open_index, stored_row_norms
+from psgrad.commands.influence_scores import Scores, answered, marked_beyond_loss, rank, require_room
 from psgrad.commands.influence_setup import (
     InfluenceSetup,
+    Warnings,
     described,
     errors_of_own_method,
     set_up_influence,
     unit_of,
-)
-from psgrad.commands.influence_tables import (
-    Warnings,
-    query_table,
-    training_table,
-    warn_of_unranked,
-    with_agreement,
-    with_overall,
     without_nonfinite,
-    write_tables,
 )
+from psgrad.commands.influence_tables import query_table, training_table, write_tables
+from psgrad.commands.influence_tokens import require_tokens, token_pairs
 from psgrad.commands.run_manifest import describe_run, rank_facts_of_steps
 from psgrad.config import Config
 from psgrad.data.previews import input_of
@@ -56,10 +49,6 @@ _SHOWN_EXAMPLES = 8
 # Seconds that self-influence, by one solve for each example, may be predicted to take where the config leaves
 # it open.
 _SELF_SECONDS = 30.0
-_CHECK_INTERRUPTED = (
-    "all scores are written to {}; the check of the largest ones was interrupted, and there is no page;"
-    " influence.check: never leaves it out"
-)
 
 AnyRun = Run[Any]
 
@@ -85,22 +74,32 @@ def influence(
     processes = OneProcess() if processes is None else processes
     run, warnings = Run.open(config.output, processes, progress, overwrite=overwrite), Warnings(progress)
     with run.clock("load"):
-        setup, store = loaded(config, run, warnings)
+        setup = set_up_influence(config, warnings, progress, processes).watched(run.passes())
+        require_tokens(setup)
+        index = None if config.influence.index is None else open_index(config, setup.run)
+        if index is not None:
+            setup = replace(setup, method=from_index(setup.method, index))
     if not processes.leads:
-        checked(scored(setup, store, matrix, run, warnings), run, warnings)
+        checked(scored(setup, index, matrix, run, warnings), run, warnings)
         return None
     with run.clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
         specs = [setup.run.config.influence.method.name, setup.run.config.influence.measurement.name]
         manifest = replace(describe_run("influence", setup.run, check, specs), influence=described(setup))
     with run.begin(manifest):
-        found = scored(setup, store, matrix, run, warnings)
+        found = scored(setup, index, matrix, run, warnings)
         require_unchanged(setup.run.samples.stamps)
-        result = with_tables_written(found, matrix, run, warnings)
+        result = result_of(found, run, warnings)
+        with run.clock("tables"):
+            write_tables(result, found.scores.matrix if matrix else None, run.folder)
+            run.write_manifest()
         try:
             removals = checked(found, run, warnings)
         except KeyboardInterrupt:
-            warnings(_CHECK_INTERRUPTED.format(run.path))
+            warnings(
+                f"all scores are written to {run.path}; the check of the largest ones was interrupted, and"
+                " there is no page; influence.check: never leaves it out"
+            )
             raise
         words = None if removals is None else {**asdict(removals), "words": removals.words}
         facts = run.add(influence=replace(run.manifest.influence, check=words, warnings=result.warnings))
@@ -113,29 +112,20 @@ def influence(
     return result
 
 
-def loaded(config: Config, run: AnyRun, warnings: Warnings) -> tuple[InfluenceSetup, GradientIndex | None]:
-    """(what the run is made of, with passes that are shown; the index that answers, None without one)."""
-    setup = set_up_influence(config, warnings, run.progress, run.processes).watched(run.passes())
-    require_tokens(setup)
-    if config.influence.index is None:
-        return setup, None
-    store = open_index(config, setup.run)
-    return replace(setup, method=from_index(setup.method, store)), store
-
-
 @dataclass(frozen=True)
 class Scored:
     """What a run has found.
 
-    setup: without the rows that have no score. queries, training: the tables of the result. tokens: see
-    `token_pairs`. fitted: the method at each checkpoint, and own
-    [n] the self-influences, for the check of removals.
+    setup: without the rows that have no score. queries, training: the tables of the result. scores: their
+    `pairs` marked where they predict too much. fitted: the method at each checkpoint, and own [n] the
+    self-influences, for the check of removals.
     """
 
     setup: InfluenceSetup
     queries: pd.DataFrame
     training: pd.DataFrame
-    rankings: QueryRankings
+    scores: Scores
+    questions: QuestionTables
     tokens: list[TokenPair]
     fitted: Sequence[Fitted]
     own: np.ndarray | None
@@ -143,18 +133,19 @@ class Scored:
 
 
 def scored(
-    setup: InfluenceSetup, store: GradientIndex | None, matrix: bool, run: AnyRun, warnings: Warnings
+    setup: InfluenceSetup, index: GradientIndex | None, matrix: bool, run: AnyRun, warnings: Warnings
 ) -> Scored:
-    """What all processes compute together, of rows that are finite. store: the index that answers."""
+    """What all processes compute together, of rows that are finite. index: the one that answers."""
     wanted, clock = setup.run.config.influence, run.clock
     with clock("screening"):
-        setup, screening = without_nonfinite(setup, store, warnings)
+        stored = None if index is None else stored_row_norms(index)
+        setup, screening = without_nonfinite(setup, warnings, stored)
     require_room(setup, matrix)
     with errors_of_own_method(wanted.method.name):
         with clock("weight decay"):
             setup = with_weight_decay(setup, screening.training.norms[screening.kept], warnings)
         with clock("fit"):
-            fitted = [setup.method.fit(view.training, view.checkpoint) for view in setup.views]
+            fitted = setup.fitted(setup.method)
         with clock("normalize"):
             divisors = None
             if wanted.normalize != "none":
@@ -162,74 +153,69 @@ def scored(
         with clock("scores"):
             queries = query_table(setup, screening)
             shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
-            keep = matrix or setup.keeps_all_scores
-            rankings = rank(setup, fitted, divisors, shown, keep, run.progress)
-            warn_of_unranked(setup, rankings, warnings)
-            queries = with_agreement(queries, setup.query_rows, rankings.agreement)
-            tokens = token_pairs(setup, fitted, rankings.pairs, shown)
-        spent = setup.agreed_seconds(clock.seconds["scores"])
+            keep = matrix or setup.groups is not None or bool(setup.contrasts)
+            scores = rank(setup, fitted, divisors, shown, keep, run.progress)
+            tokens = token_pairs(setup, fitted, scores.pairs, shown)
         with clock("self-influence"):
-            own = self_influence(setup, fitted, spent, warnings)
-    training = with_overall(training_table(setup, screening, own), setup.training_rows, rankings.overall)
-    ranks = rank_facts_of_steps(setup.processes, "influence.")
-    return Scored(setup, queries, training, rankings, tokens, fitted, own, ranks)
+            own = self_influence(setup, fitted, clock.seconds["scores"], warnings)
+    if described(setup).predicts_removal:
+        known = queries[queries["status"] == "ok"].set_index("index")["measurement"]
+        scores = replace(scores, pairs=marked_beyond_loss(setup, scores.pairs, known, warnings))
+    questions = QuestionTables()
+    if scores.matrix is not None:
+        with clock("questions"):
+            questions = answered(setup, scores.matrix["scores"], warnings)
+    return Scored(
+        setup,
+        query_table(setup, screening, scores, warnings),
+        training_table(setup, screening, scores.overall, own),
+        scores,
+        questions,
+        tokens,
+        fitted,
+        own,
+        rank_facts_of_steps(setup.processes, "influence."),
+    )
 
 
-def with_tables_written(found: Scored, matrix: bool, run: AnyRun, warnings: Warnings) -> InfluenceResult:
-    """The result of a run, with its tables written: all but what a check of removals adds, and the page."""
-    setup, all_scores, questions = found.setup, found.rankings.matrix, QuestionTables()
-    scores, larger_is_worse = found.rankings.scores, setup.measurement.sign > 0
-    if run.manifest.influence.predicts_removal:
-        known = found.queries[found.queries["status"] == "ok"].set_index("index")["measurement"]
-        scores = marked_beyond_loss(setup, scores, known, warnings)
-    if all_scores is not None:
-        with run.clock("questions"):
-            questions = answered(setup, all_scores["scores"], warnings)
-    fit, unit = [each.facts for each in found.fitted], unit_of(setup, found.fitted)
-    size = setup.processes.size
+def result_of(found: Scored, run: AnyRun, warnings: Warnings) -> InfluenceResult:
+    """The result of a run: all but what a check of removals adds."""
+    setup, queries, training, pairs = found.setup, found.queries, found.training, found.scores.pairs
+    fit, unit, size = [each.facts for each in found.fitted], unit_of(setup, found.fitted), run.processes.size
+    before, larger_is_worse = run.manifest.influence.queries, setup.measurement.sign > 0
     facts = run.add(
-        influence=replace(
-            described(setup),
-            queries=run.manifest.influence.queries,
-            unit=unit,
-            fit=fit,
-            warnings=warnings.messages,
-        ),
+        influence=replace(described(setup), queries=before, unit=unit, fit=fit, warnings=warnings.messages),
         counts=Counts(
-            training_examples=len(found.training),
-            training_nonfinite=int((found.training["status"] != "ok").sum()),
-            queries=len(found.queries),
-            queries_nonfinite=int((found.queries["status"] != "ok").sum()),
+            training_examples=len(training),
+            training_nonfinite=int((training["status"] != "ok").sum()),
+            queries=len(queries),
+            queries_nonfinite=int((queries["status"] != "ok").sum()),
         ),
         engine=replace(run.manifest.engine, processes=size if size > 1 else None, **setup.run.counts.facts()),
         ranks=found.ranks,
     )
-    first, examples = shown_rows(scores, found.queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, larger_is_worse)
-    seen = setup.run.config.report.include_inputs
-    with run.clock("tables"):
-        result = InfluenceResult(
-            scores=scores,
-            queries=found.queries,
-            training=found.training,
-            manifest=facts,
-            folder=run.path,
-            method=setup.method.name,
-            unit=unit,
-            predicts_removal=bool(facts.influence.predicts_removal),
-            measurement=setup.measurement.name,
-            shown=found.rankings.shown,
-            query_inputs={row: input_of(setup.query_reader.samples, row) for row in first} if seen else {},
-            training_inputs={row: input_of(setup.run.samples, row) for row in examples} if seen else {},
-            facts=fit,
-            warnings=warnings.messages,
-            class_names=setup.run.config.data.class_names,
-            larger_is_worse=larger_is_worse,
-            questions=questions,
-            tokens=found.tokens,
-        )
-        write_tables(result, all_scores if matrix else None, run.folder)
-        run.write_manifest()
-    return result
+    first, examples = shown_rows(pairs, queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, larger_is_worse)
+    seen, asked = setup.run.config.report.include_inputs, setup.query_reader.samples
+    return InfluenceResult(
+        scores=pairs,
+        queries=queries,
+        training=training,
+        manifest=facts,
+        folder=run.path,
+        method=setup.method.name,
+        unit=unit,
+        predicts_removal=bool(facts.influence.predicts_removal),
+        measurement=setup.measurement.name,
+        shown=found.scores.shown,
+        query_inputs={row: input_of(asked, row) for row in first} if seen else {},
+        training_inputs={row: input_of(setup.run.samples, row) for row in examples} if seen else {},
+        facts=fit,
+        warnings=warnings.messages,
+        class_names=setup.run.config.data.class_names,
+        larger_is_worse=larger_is_worse,
+        questions=found.questions,
+        tokens=found.tokens,
+    )
 
 
 def checked(found: Scored, run: AnyRun, warnings: Warnings) -> RemovalCheck | None:
@@ -238,13 +224,11 @@ def checked(found: Scored, run: AnyRun, warnings: Warnings) -> RemovalCheck | No
     if not described(setup).predicts_removal:
         return None
     with run.clock("check"), errors_of_own_method(setup.run.config.influence.method.name):
-        return check_removals(
-            setup, found.fitted, found.rankings.scores, found.own, warnings, run.clock.count
-        )
+        return check_removals(setup, found.fitted, found.scores.pairs, found.own, warnings, run.clock.count)
 
 
 def self_influence(
-    setup: InfluenceSetup, fitted: Sequence[Fitted], seconds: float, say: Callable[[str], None]
+    setup: InfluenceSetup, fitted: Sequence[Fitted], seconds: float, say: Warnings
 ) -> np.ndarray | None:
     """[n]: each training example's influence on itself, over checkpoints as scores are; None where the config
     leaves it out, or where it is predicted to take long and the config leaves that open. seconds: what the
@@ -257,19 +241,19 @@ def self_influence(
         n, m = len(setup.training_rows), len(setup.query_rows)
         if any(each.solver() is None for each in fitted) and wanted == "auto":  # a method without one
             return None
-        predicted = seconds * solved_products(n) / solved_products(m)
+        # The first process's seconds, so that all choose alike.
+        spent = setup.processes.agreed("time", lambda: [round(seconds * 1e6)])[0] / 1e6
+        predicted = spent * solved_products(n) / solved_products(m)
+        large = output_size(setup.views[0].training) > LARGEST_OUTPUT  # which exact and dual don't take
         words = (
             f"self-influence takes a solve for each of the {n:,} training examples, predicted to take"
             f" {duration(predicted)}"
         )
-        large = output_size(setup.views[0].training) > LARGEST_OUTPUT  # which exact and dual don't take
-        cheaper = (
-            f"{'curvature: fisher' if large else 'solver: exact or dual'} has it for the price of scores"
-        )
+        other = f"{'curvature: fisher' if large else 'solver: exact or dual'} has it for the price of scores"
         if wanted == "auto" and predicted > _SELF_SECONDS:
-            say(f"{words}, and is left out; {cheaper}; self_influence: always computes it")
+            say(f"{words}, and is left out; {other}; self_influence: always computes it")
             return None
         if predicted > _SELF_SECONDS:
-            say(f"{words}; {cheaper}; self_influence: never leaves it out")
+            say(f"{words}; {other}; self_influence: never leaves it out")
     found = [torch.cat([block.self_influence for block in each.self_influence()]) for each in fitted]
     return joined_self(setup.method, found).numpy()

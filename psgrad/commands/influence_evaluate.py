@@ -22,8 +22,13 @@ from psgrad.commands.influence_retraining import (
     evaluation_of,
     fitted_methods,
 )
-from psgrad.commands.influence_setup import described, set_up_influence
-from psgrad.commands.influence_tables import Warnings, without_nonfinite
+from psgrad.commands.influence_setup import (
+    InfluenceSetup,
+    Warnings,
+    described,
+    set_up_influence,
+    without_nonfinite,
+)
 from psgrad.commands.run_manifest import describe_run, rank_facts_of_steps
 from psgrad.config import Config, EvaluationKind
 from psgrad.engine.execution.ranks import OneProcess, Processes
@@ -87,21 +92,13 @@ def evaluate_influence(
         require_evaluable(config)
         setup = set_up_influence(config, say, progress, processes)
     if not processes.leads:
-        setup, _ = without_nonfinite(setup, None, say)
-        processes.agreed("the folder", list)
-        EVALUATIONS[kind](evaluation_of(setup, run.folder, progress))
-        rank_facts_of_steps(processes, "evaluation.")
+        _evaluated(setup, kind, run, say)
         return None
     with run.clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
-    with run.clock("screening"):
-        setup, _ = without_nonfinite(setup, None, say)
     manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
     with run.begin(manifest):
-        processes.agreed("the folder", list)
-        with run.clock("evaluation"):
-            evaluation = evaluation_of(setup, run.folder, progress)
-            found = EVALUATIONS[kind](evaluation)
+        evaluation, found, ranks = _evaluated(setup, kind, run, say)
         result = EvaluationResult(
             kind=kind,
             method=evaluation.main,
@@ -115,13 +112,27 @@ def evaluate_influence(
             manifest=run.manifest,
         )
         facts = run.add(
-            ranks=rank_facts_of_steps(processes, "evaluation."),
+            influence=described(evaluation.setup),
+            ranks=ranks,
             engine=replace(run.manifest.engine, **setup.run.counts.facts()),
             evaluation=evaluation_content(result),
         )
         result = replace(result, manifest=facts)
         write_files(result, run.folder)
     return result
+
+
+def _evaluated(
+    setup: InfluenceSetup, kind: EvaluationKind, run: Run[Processes], say: Warnings
+) -> tuple[Evaluation, EvaluationTables, dict[str, Any] | None]:
+    """What all processes compute together: the evaluation, what it found, and the work of each process."""
+    with run.clock("screening"):
+        setup, _ = without_nonfinite(setup, say)
+    run.processes.agreed("the folder", list)  # which the first process has made by then
+    with run.clock("evaluation"):
+        evaluation = evaluation_of(setup, run.folder, run.progress)
+        found = EVALUATIONS[kind](evaluation)
+    return evaluation, found, rank_facts_of_steps(run.processes, "evaluation.")
 
 
 def require_evaluable(config: Config) -> None:
@@ -136,7 +147,6 @@ def write_files(result: EvaluationResult, folder: RunFolder) -> None:
     """evaluation.json, the tables as CSV and parquet, and the figures."""
     for plot in evaluation_plots(result):
         folder.write_bytes(f"plots/{plot.name}.png", plot.png())
-        folder.write_bytes(f"plots/{plot.name}.svg", plot.svg())
     folder.write_csv("evaluation.csv", result.table)
     folder.write_table("evaluation_details.parquet", result.details)
     if len(result.points):
@@ -148,7 +158,7 @@ def write_files(result: EvaluationResult, folder: RunFolder) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class EvaluationTables:
     """What an evaluation found; see EvaluationResult."""
 
     table: pd.DataFrame
@@ -157,7 +167,7 @@ class Found:
     points: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
-def evaluate_lds(evaluation: Evaluation) -> Found:
+def evaluate_lds(evaluation: Evaluation) -> EvaluationTables:
     """Linear datamodeling scores over retrained subsets."""
     wanted, asked, n = evaluation.wanted, evaluation.asked, len(evaluation.training)
     if not 0 < round(wanted.fraction * n) < n:
@@ -196,10 +206,10 @@ def evaluate_lds(evaluation: Evaluation) -> Found:
         **ceiling_facts(truth),
     }
     details = per_query(evaluation, asked, {name: score.per_query for name, score in found.items()})
-    return Found(frame(rows), facts, details)
+    return EvaluationTables(frame(rows), facts, details)
 
 
-def evaluate_loo(evaluation: Evaluation) -> Found:
+def evaluate_loo(evaluation: Evaluation) -> EvaluationTables:
     """Leave-one-out rises by retraining."""
     wanted, setup, n = evaluation.wanted, evaluation.setup, len(evaluation.training)
     if n < _FEWEST:
@@ -217,10 +227,8 @@ def evaluate_loo(evaluation: Evaluation) -> Found:
     found = leave_one_out(scores, removed, actual)
     rows = []
     for name, score in found.items():
-        values = asdict(score)
-        del values["per_query"]
-        interval = ends(values.pop("interval"))
-        rows.append({"method": name, "control": name in names, **interval, **values})
+        values = {key: value for key, value in asdict(score).items() if key not in ("per_query", "interval")}
+        rows.append({"method": name, "control": name in names, **ends(score.interval), **values})
     facts = {
         "removals": len(removed),
         "highest": min(highest, len(removed)),
@@ -239,7 +247,7 @@ def evaluate_loo(evaluation: Evaluation) -> Found:
         }
     )
     correlations = {name: score.per_query for name, score in found.items()}
-    return Found(frame(rows), facts, per_query(evaluation, evaluation.asked, correlations), points)
+    return EvaluationTables(frame(rows), facts, per_query(evaluation, evaluation.asked, correlations), points)
 
 
 def _own_influence(evaluation: Evaluation, fits: Fits) -> Array:
@@ -256,7 +264,7 @@ def _own_influence(evaluation: Evaluation, fits: Fits) -> Array:
     return own_controls(evaluation.training)[NORM]
 
 
-def evaluate_removal(evaluation: Evaluation) -> Found:
+def evaluate_removal(evaluation: Evaluation) -> EvaluationTables:
     """Rises of queries whose strongest proponents are left out."""
     wanted, n = evaluation.wanted, len(evaluation.training)
     if max(wanted.ks) >= n:
@@ -302,10 +310,10 @@ def evaluate_removal(evaluation: Evaluation) -> Found:
             )
             details.append(per_query(evaluation, asked, {name: score.per_query}).assign(removed=k))
     facts = {"queries": count, "seeds": evaluation.seeds, "models": models}
-    return Found(frame(rows), facts, pd.concat(details, ignore_index=True))
+    return EvaluationTables(frame(rows), facts, pd.concat(details, ignore_index=True))
 
 
-EVALUATIONS: dict[EvaluationKind, Callable[[Evaluation], Found]] = {
+EVALUATIONS: dict[EvaluationKind, Callable[[Evaluation], EvaluationTables]] = {
     "lds": evaluate_lds,
     "loo": evaluate_loo,
     "removal": evaluate_removal,
@@ -335,10 +343,10 @@ def without_rows(
 
 
 def ceiling_facts(outcomes: Array) -> dict[str, float | None]:
+    """How much of the outcomes is noise of retraining; None for all of it where each was trained once."""
     found = ceiling(outcomes)
-    if found is None:
-        return dict.fromkeys(("ceiling", "single_seed", "reliability"))
-    return {"ceiling": found.best, "single_seed": found.single, "reliability": found.reliability}
+    numbers = (None, None, None) if found is None else (found.best, found.single, found.reliability)
+    return dict(zip(("ceiling", "single_seed", "reliability"), numbers, strict=True))
 
 
 def ends(interval: Interval | None, start: str = "") -> dict[str, float | None]:
@@ -360,9 +368,6 @@ def per_query(evaluation: Evaluation, asked: Array, values: dict[str, Array]) ->
 def frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """A table whose missing numbers are NaN."""
     table = pd.DataFrame(rows)
-    numbers = [
-        column
-        for column in table.columns
-        if column not in ("method", "control") and table[column].dtype == object
-    ]
-    return table.astype(dict.fromkeys(numbers, float))
+    numbers = table.columns.difference(["method", "control"])
+    objects = [name for name in numbers if table[name].dtype == object]
+    return table.astype(dict.fromkeys(objects, float))

@@ -10,18 +10,16 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from psgrad.commands.influence_checkpoints import fresh_models
+from psgrad.commands.influence_inputs import fresh_models
 from psgrad.commands.influence_setup import InfluenceSetup, errors_of_own_method, method_from
 from psgrad.config import Config, EvaluationConfig
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.objective import Forward
 from psgrad.engine.influence.evaluation.controls import controls
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
 from psgrad.engine.influence.evaluation.retraining import (
@@ -33,16 +31,13 @@ from psgrad.engine.influence.evaluation.retraining import (
 )
 from psgrad.engine.influence.evaluation.statistics import score_matrix
 from psgrad.engine.influence.method import Fitted, Method
-from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.errors import InfluenceError
 from psgrad.models.training_functions import resolve_training
-from psgrad.reports.words import duration
 from psgrad.run import RunFolder
 from psgrad.run.results import Progress, Say
 
 Array = np.ndarray[Any, Any]
 Fits = dict[str, tuple[Method, list[Fitted]]]
-_NOTED_SECONDS = 60.0  # a longer predicted time of retraining is said before it begins
 # Numbers of models that are trained already. A run that takes the place of an earlier one leaves them, and
 # uses what is still true.
 RETRAINED = "retrained"
@@ -108,33 +103,10 @@ class Evaluation:
             self.store,
             f"{self.fingerprint} queries {rows.digest()}",
             self.wanted.train.together,
-            tell=_teller(len(jobs), self.progress),
+            tell=lambda done: self.progress(Progress(done, len(jobs), "retraining", unit="model")),
             processes=self.setup.processes,
         )
         return dict(zip(sets, outcomes.reshape(len(sets), self.seeds, -1), strict=True))
-
-
-def _teller(count: int, progress: Say) -> Callable[[int], None]:
-    """Shows how many models are trained, and once what the others are predicted to take."""
-    begun, told, before = perf_counter(), False, 0
-    progress(Progress(0, count, "retraining", unit="model"))
-
-    def tell(done: int) -> None:
-        nonlocal begun, told, before
-        progress(Progress(done, count, "retraining", unit="model"))
-        # Batches that an earlier run has stored take no time: the first that is trained tells.
-        predicted = (perf_counter() - begun) / (done - before) * (count - done)
-        if not told and predicted > _NOTED_SECONDS:
-            told = True
-            text = (
-                f"the other {count - done:,} models are predicted to take {duration(predicted)}; seeds,"
-                " subsets, removals, ks and queries under influence.evaluate decide how many there are; an"
-                " interrupted evaluation goes on from its finished models"
-            )
-            progress(Progress(0, 0, "evaluation", text))
-        begun, before = perf_counter(), done
-
-    return tell
 
 
 class ShardStore:
@@ -176,7 +148,7 @@ def evaluation_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Ev
         asked = np.sort(np.random.default_rng([wanted.seed, 2]).choice(asked, wanted.queries, replace=False))
     methods = compared(config, setup.method)
     notes = [*_notes_on_training(setup, fresh), *_notes_on_decay(methods, wanted)]
-    mark = f"{fingerprint(setup, rows)} {behaviour(fresh, rows, setup.run.forward)}"
+    mark = fingerprint(setup, rows)
     return Evaluation(setup, wanted, methods, asked, train, ShardStore(folder), mark, progress, notes)
 
 
@@ -227,17 +199,6 @@ def compared(config: Config, main: Method) -> dict[str, Method]:
     return found
 
 
-def behaviour(fresh: Callable[[int], nn.Module], rows: LoadedRows, forward: Forward) -> str:
-    """A digest of a fresh model's weights and of its output for the first row: it is another where code that
-    the factory imports is.
-    """
-    model = fresh_model(fresh, 0).eval()
-    with torch.no_grad():
-        output = forward(model, *[x[:1] for x in rows.inputs])
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return LoadedRows((*model.state_dict().values(), *tensors), None).digest()
-
-
 def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:
     """A digest of all that retrained models and their measurements depend on, besides the queries and the
     seeds. rows: the training data, by their numbers: one file may have several columns of labels.
@@ -267,10 +228,7 @@ def fitted_methods(evaluation: Evaluation) -> Fits:
     found: Fits = {}
     for name, method in evaluation.methods.items():
         with _or_left_out(evaluation, name):
-            found[name] = (
-                method,
-                [method.fit(view.training, view.checkpoint) for view in evaluation.setup.views],
-            )
+            found[name] = method, evaluation.setup.fitted(method)
     return found
 
 

@@ -1,7 +1,5 @@
 """The parts of an influence run, made from its config: training examples and queries, as the model of each
-checkpoint sees them.
-
-The method of a config: found by its name, its options checked against what it takes.
+checkpoint sees them, and the method; which rows have scores, and what a score is.
 """
 
 from __future__ import annotations
@@ -18,11 +16,14 @@ import torch
 from torch import nn
 
 from psgrad.commands.completion import completed_for_influence
-from psgrad.commands.influence_checkpoints import checkpoints_of, first_run, run_at
-from psgrad.commands.influence_queries import (
+from psgrad.commands.influence_inputs import (
+    checkpoints_of,
     chosen_rows,
     contrasted_rows,
+    errors_about_queries,
+    first_run,
     queries_of,
+    run_at,
 )
 from psgrad.commands.run_identity import identity, require_same_on_ranks
 from psgrad.commands.setup import Setup, same_weights
@@ -30,8 +31,18 @@ from psgrad.config import Config, MethodConfig, is_callable_spec
 from psgrad.data.measurements import Measurement, resolve_measurement
 from psgrad.data.reader import CheckedReader
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.ranks import Processes
-from psgrad.engine.influence.method import RELATIVE, REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
+from psgrad.engine.influence.method import (
+    RELATIVE,
+    REMOVAL,
+    UNCALIBRATED,
+    Checkpoint,
+    Fitted,
+    Method,
+    RowNorms,
+    row_norms,
+)
 from psgrad.engine.influence.methods.gradient_products import TracIn
 from psgrad.engine.influence.ranking import is_relative
 from psgrad.engine.measures.builtin.outputs import summary_for
@@ -39,11 +50,102 @@ from psgrad.errors import InfluenceError, PsgradError
 from psgrad.models.run_checkpoints import adam_state, second_moments
 from psgrad.plugins import METHODS, configured
 from psgrad.run.identity import digest, flattened
-from psgrad.run.progress import read_ahead
+from psgrad.run.progress import Progress, read_ahead
 from psgrad.run.results import Say
 from psgrad.run.results.influence import SIGN
 from psgrad.run.results.manifest import InfluenceFacts
 from psgrad.user_code import describe_failure
+from psgrad.wording import first_of
+
+_NAMED = 5  # rows in a warning
+
+
+class Warnings:
+    """What the run says to people: printed at once, and kept for the report."""
+
+    def __init__(self, progress: Say, phase: str = "influence") -> None:
+        self.messages: list[str] = []
+        self._progress, self._phase = progress, phase
+
+    def __call__(self, message: str) -> None:
+        if message not in self.messages:
+            self.messages.append(message)
+            self._progress(Progress(0, 0, self._phase, message))
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """Training examples and queries as the model of one checkpoint sees them. path, sha256: of the
+    checkpoint's file, where it has one.
+    """
+
+    checkpoint: Checkpoint
+    training: Examples
+    queries: Examples
+    path: str | None
+    sha256: str | None
+
+    def queries_at(self, places: slice) -> Examples:
+        """Neighbouring queries, counted from 0."""
+        read, first = self.queries.read, places.start
+        return replace(
+            self.queries,
+            read=lambda start, stop: read(first + start, first + stop),
+            count=places.stop - first,
+        )
+
+
+@dataclass(frozen=True)
+class InfluenceSetup:
+    """What an influence run is made of.
+
+    run: model, loss and training data, at the first checkpoint. asked_rows: the rows of `query_reader` that
+    the config asks about. query_rows: [m], those of them that have scores. training_rows: [n], those of the
+    training data that are ranked. groups: [rows of the training data], the group of each, where the config
+    names a column. contrasts: pairs of rows of `query_reader`.
+    """
+
+    run: Setup
+    method: Method
+    measurement: Measurement
+    views: list[CheckpointView]
+    query_reader: CheckedReader
+    asked_rows: np.ndarray
+    query_rows: np.ndarray
+    training_rows: np.ndarray
+    groups: np.ndarray | None = None
+    contrasts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def processes(self) -> Processes:
+        return self.views[0].training.processes
+
+    def fitted(self, method: Method) -> list[Fitted]:
+        """A method, fitted at each checkpoint."""
+        return [method.fit(view.training, view.checkpoint) for view in self.views]
+
+    def with_queries(self, rows: np.ndarray) -> InfluenceSetup:
+        """This setup with `rows` as its only queries."""
+        read = chosen_rows(self.query_reader, rows)
+        views = [
+            replace(view, queries=replace(view.queries, read=read, count=len(rows))) for view in self.views
+        ]
+        return replace(self, views=views, query_rows=rows)
+
+    def watched(self, watch: Callable[[int, int], None]) -> InfluenceSetup:
+        """This setup with passes that are watched; see `Examples`."""
+        views = [
+            replace(
+                view,
+                training=replace(view.training, watch=watch),
+                queries=replace(view.queries, watch=watch),
+            )
+            for view in self.views
+        ]
+        return replace(self, views=views)
+
+
+# -- the method ----------------------------------------------------------------------------------------------
 
 
 def method_from(config: MethodConfig, base: Path) -> Method:
@@ -72,72 +174,153 @@ def errors_of_own_method(name: str) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class CheckpointView:
-    """Training examples and queries as the model of one checkpoint sees them. path, sha256: of the
-    checkpoint's file, where it has one.
+# -- loading -------------------------------------------------------------------------------------------------
+
+
+def set_up_influence(
+    config: Config, say: Callable[[str], None], progress: Say, processes: Processes
+) -> InfluenceSetup:
+    """Load all that a config names: model, data, queries, method, and each checkpoint. progress: of rows that
+    code makes, which are read now. processes: those that share the passes.
+
+    Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
+    """
+    config = completed_for_influence(config, say)
+    method = method_from(config.influence.method, config.base)
+    run = first_run(config, processes)
+    read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
+    if processes.size > 1:
+        section = run.config.model_dump(mode="json")["influence"]
+        first = {**identity(run, len(run.samples)), **flattened({"influence": section})}
+        require_same_on_ranks("training data", first, processes)
+    measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
+    if isinstance(method, TracIn) and method.optimizer == "sgd":
+        _warn_of_adam(config, say)
+    count = len(checkpoints_of(config))
+    reader, rows = queries_of(config, run, measurement, lambda: run_at(run, count - 1), processes)
+    views: list[CheckpointView] = []
+    for number in range(count):
+        there = run_at(run, number)
+        _require_another(views, there)
+        checkpoint, options = _checkpoint(there, number, len(rows), say), there.stream_options(say)
+        training = Examples(there.objective, there.reader, len(run.samples), options, processes=processes)
+        measured = _measured(there, measurement, reader)
+        queries = Examples(measured, chosen_rows(reader, rows), len(rows), options, processes=processes)
+        path = there.config.model.checkpoint
+        name = None if path is None else str(path)
+        views.append(CheckpointView(checkpoint, training, queries, name, there.loaded.sha256))
+    asked = {
+        "queries (their content)": reader.samples.content(),
+        "queries (their rows)": digest({"rows": np.ascontiguousarray(rows, np.int64).tolist()}),
+        "influence.checkpoints (their content)": [view.sha256 for view in views],
+    }
+    require_same_on_ranks("queries", asked, processes)
+    column = config.influence.groups
+    groups = None if column is None else run.other_samples(config.data, column).units
+    contrasts = contrasted_rows(config, reader.samples, rows)
+    ranked = np.arange(len(run.samples))
+    return InfluenceSetup(
+        run, method, measurement, views, reader, rows, rows, ranked, groups=groups, contrasts=contrasts
+    )
+
+
+def _warn_of_adam(config: Config, say: Callable[[str], None]) -> None:
+    """Say that a run took steps of Adam, where the state of one lies beside a checkpoint."""
+    paths = [each.path if each is not None else config.model.checkpoint for each in checkpoints_of(config)]
+    states = (adam_state(config.base / path) for path in paths if path is not None)
+    if (state := next(filter(None, states), None)) is not None:
+        say(
+            f"{os.path.relpath(state, config.base)} has the state of Adam, and tracin undoes plain gradient"
+            " steps, which this run did not take: its scores are no amounts; influence.method: {name: tracin,"
+            " optimizer: adam} undoes steps of Adam, by this state"
+        )
+
+
+def _require_another(views: list[CheckpointView], run: Setup) -> None:
+    """Raises ConfigError for the weights of an earlier checkpoint."""
+    weights = run.model.state_dict()
+    for view in views:
+        own = view.training.objective.model.state_dict()
+        if own.keys() == weights.keys() and all(torch.equal(own[name], weights[name]) for name in own):
+            raise same_weights(view.path, run.config.model.checkpoint, "influence.checkpoints")
+
+
+def _checkpoint(run: Setup, number: int, queries: int, say: Callable[[str], None]) -> Checkpoint:
+    """What a method is told of a checkpoint. run: at it. queries: how many there are."""
+    listed, path = checkpoints_of(run.config), run.config.model.checkpoint
+    checkpoint = listed[number]
+    return Checkpoint(
+        number,
+        None if checkpoint is None else checkpoint.learning_rate,
+        say,
+        queries,
+        of=len(listed),
+        second_moments=lambda: None if path is None else second_moments(run.config.base / path, run.model),
+    )
+
+
+def _measured(run: Setup, measurement: Measurement, reader: CheckedReader) -> Objective:
+    """The objective of the queries: what is measured of them, by the model of a run."""
+    custom = measurement.criterion.kind == "custom"
+    summary = None if custom else summary_for(run.criterion.kind, run.criterion.ignore_index)
+    return run.objective_of(reader.samples).with_scalar(measurement.criterion.function, summary)
+
+
+# -- rows that have scores -----------------------------------------------------------------------------------
+
+
+class ScreenedRows:
+    """The result of one pass over training examples and queries: whose numbers are finite at every
+    checkpoint, and the last one's columns.
     """
 
-    checkpoint: Checkpoint
-    training: Examples
-    queries: Examples
-    path: str | None
-    sha256: str | None
+    def __init__(self, training: list[RowNorms], queries: list[RowNorms]) -> None:
+        self.training, self.queries = training[-1], queries[-1]
+        self.kept = torch.stack([each.finite for each in training]).all(0).numpy()
+        self.asked = torch.stack([each.finite for each in queries]).all(0).numpy()
 
 
-@dataclass(frozen=True)
-class InfluenceSetup:
-    """What an influence run is made of.
+def without_nonfinite(
+    setup: InfluenceSetup, say: Callable[[str], None], stored: list[RowNorms] | None = None
+) -> tuple[InfluenceSetup, ScreenedRows]:
+    """The setup without the rows whose loss or gradient is not finite at some checkpoint, which are named.
 
-    run: model, loss and training data, at the first checkpoint. asked_rows: the rows of `query_reader` that
-    the config asks about. query_rows: [m], those of them that have scores. training_rows: [n], those of the
-    training data that are ranked. groups: [rows of the training data], the group of each, where the config
-    names a column. contrasts: pairs of rows of `query_reader`.
+    stored: the norms that an index holds. Its scores of such training examples are NaN, and no example is
+    read again. Raises InfluenceError where nothing is left.
     """
-
-    run: Setup
-    method: Method
-    measurement: Measurement
-    views: list[CheckpointView]
-    query_reader: CheckedReader
-    asked_rows: np.ndarray
-    query_rows: np.ndarray
-    training_rows: np.ndarray
-    groups: np.ndarray | None = None
-    contrasts: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def keeps_all_scores(self) -> bool:
-        """Whether all scores are kept in memory, for questions about several rows at once."""
-        return self.groups is not None or len(self.contrasts) > 0
-
-    @property
-    def processes(self) -> Processes:
-        return self.views[0].training.processes
-
-    def with_queries(self, rows: np.ndarray) -> InfluenceSetup:
-        """This setup with `rows` as its only queries."""
-        read = chosen_rows(self.query_reader, rows)
-        views = [
-            replace(view, queries=replace(view.queries, read=read, count=len(rows))) for view in self.views
-        ]
-        return replace(self, views=views, query_rows=rows)
-
-    def watched(self, watch: Callable[[int, int], None]) -> InfluenceSetup:
-        """This setup with passes that are watched; see `Examples`."""
-        views = [
-            replace(
-                view,
-                training=replace(view.training, watch=watch),
-                queries=replace(view.queries, watch=watch),
+    training = [row_norms(view.training) for view in setup.views] if stored is None else stored
+    with errors_about_queries():
+        queries = [row_norms(view.queries) for view in setup.views]
+    screening = ScreenedRows(training, queries)
+    samples = setup.run.samples
+    for what, kept, ids in (
+        ("training examples", screening.kept, samples.ids),
+        ("queries", screening.asked, setup.query_reader.samples.ids[setup.query_rows]),
+    ):
+        out = np.flatnonzero(~kept)
+        if len(out) == len(kept):
+            raise InfluenceError(
+                f"the loss or the gradient of every one of the {len(kept):,} {what} is not finite",
+                hint="psgrad analyze shows which rows and parameters",
             )
-            for view in self.views
-        ]
-        return replace(self, views=views)
+        if len(out):
+            say(
+                f"excluded {len(out):,} of {len(kept):,} {what}, whose loss or gradient is not finite:"
+                f" {first_of(list(map(str, ids[out])), _NAMED)}"
+            )
+    if screening.kept.all() and screening.asked.all():
+        return setup, screening
+    setup = setup.with_queries(setup.query_rows[screening.asked])
+    rows = np.flatnonzero(screening.kept) if stored is None else setup.training_rows
+    read, numbers = chosen_rows(setup.run.reader, rows), torch.from_numpy(rows)
+    views = [
+        replace(view, training=replace(view.training, read=read, count=len(rows), numbers=numbers))
+        for view in setup.views
+    ]
+    return replace(setup, views=views, training_rows=rows), screening
 
-    def agreed_seconds(self, own: float) -> float:
-        """The time that the first process took for something, for choices that all make alike."""
-        return self.processes.agreed("time", lambda: [round(own * 1e6)])[0] / 1e6
+
+# -- what a score is ----------------------------------------------------------------------------------------
 
 
 def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
@@ -199,115 +382,3 @@ def coverage(model: nn.Module, covered: Collection[str]) -> dict[str, Any]:
         "covered": sum(size for name, size in sizes.items() if name in covered),
         "left_out": [name for name in sizes if name not in covered],
     }
-
-
-def set_up_influence(
-    config: Config, say: Callable[[str], None], progress: Say, processes: Processes
-) -> InfluenceSetup:
-    """Load all that a config names: model, data, queries, method, and each checkpoint. progress: of rows that
-    code makes, which are read now. processes: those that share the passes.
-
-    Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
-    """
-    config = completed_for_influence(config, say)
-    method = method_from(config.influence.method, config.base)
-    run = first_run(config, processes)
-    read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
-    if processes.size > 1:
-        require_same_on_ranks("training data", identity_at_first(run), processes)
-    measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
-    if isinstance(method, TracIn) and method.optimizer == "sgd":
-        _warn_of_adam(config, say)
-    last = len(checkpoints_of(config)) - 1
-    reader, rows = queries_of(config, run, measurement, lambda: run_at(run, last), processes)
-    views: list[CheckpointView] = []
-    for number in range(len(checkpoints_of(config))):
-        there = run_at(run, number)
-        _require_another(views, there)
-        checkpoint = _checkpoint(there, number, len(rows), say)
-        views.append(_view(there, checkpoint, measurement, (reader, rows), processes))
-    require_same_on_ranks("queries", identity_of_asked(reader, rows, views), processes)
-    column = config.influence.groups
-    groups = None if column is None else run.other_samples(config.data, column).units
-    return InfluenceSetup(
-        *(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples))),
-        groups=groups,
-        contrasts=contrasted_rows(config, reader.samples, rows),
-    )
-
-
-def _warn_of_adam(config: Config, say: Callable[[str], None]) -> None:
-    """Say that a run took steps of Adam, where the state of one lies beside a checkpoint."""
-    paths = [each.path if each is not None else config.model.checkpoint for each in checkpoints_of(config)]
-    states = (adam_state(config.base / path) for path in paths if path is not None)
-    if (state := next(filter(None, states), None)) is not None:
-        say(_ADAM.format(os.path.relpath(state, config.base)))
-
-
-_ADAM = (
-    "{} has the state of Adam, and tracin undoes plain gradient steps, which this run did not take: its"
-    " scores are no amounts; influence.method: {{name: tracin, optimizer: adam}} undoes steps of Adam, by"
-    " this state"
-)
-
-
-def identity_at_first(run: Setup) -> dict[str, Any]:
-    """All that scores depend on beside queries and checkpoints; see `psgrad.commands.run_identity`."""
-    section = run.config.model_dump(mode="json")["influence"]
-    return {**identity(run, len(run.samples)), **flattened({"influence": section})}
-
-
-def identity_of_asked(
-    reader: CheckedReader, rows: np.ndarray, views: Sequence[CheckpointView]
-) -> dict[str, Any]:
-    """The queries and the checkpoints as lines of an identity. rows: the numbers of the queries."""
-    return {
-        "queries (their content)": reader.samples.content(),
-        "queries (their rows)": digest({"rows": np.ascontiguousarray(rows, np.int64).tolist()}),
-        "influence.checkpoints (their content)": [view.sha256 for view in views],
-    }
-
-
-def _require_another(views: list[CheckpointView], run: Setup) -> None:
-    """Raises ConfigError for the weights of an earlier checkpoint."""
-    weights = run.model.state_dict()
-    for view in views:
-        own = view.training.objective.model.state_dict()
-        if own.keys() == weights.keys() and all(torch.equal(own[name], weights[name]) for name in own):
-            raise same_weights(view.path, run.config.model.checkpoint, "influence.checkpoints")
-
-
-def _checkpoint(run: Setup, number: int, queries: int, say: Callable[[str], None]) -> Checkpoint:
-    """What a method is told of a checkpoint. run: at it. queries: how many there are."""
-    listed, path = checkpoints_of(run.config), run.config.model.checkpoint
-    checkpoint = listed[number]
-    return Checkpoint(
-        number,
-        None if checkpoint is None else checkpoint.learning_rate,
-        say,
-        queries,
-        of=len(listed),
-        second_moments=lambda: None if path is None else second_moments(run.config.base / path, run.model),
-    )
-
-
-def _view(
-    run: Setup,
-    checkpoint: Checkpoint,
-    measurement: Measurement,
-    asked: tuple[CheckedReader, np.ndarray],
-    processes: Processes,
-) -> CheckpointView:
-    """Training examples and queries at a checkpoint. asked: the reader of the queries, and their rows."""
-    options, path, (reader, rows) = run.stream_options(checkpoint.say), run.config.model.checkpoint, asked
-    training = Examples(run.objective, run.reader, len(run.samples), options, processes=processes)
-    summary = (
-        summary_for(run.criterion.kind, run.criterion.ignore_index)
-        if measurement.criterion.kind != "custom"
-        else None
-    )
-    measured = run.objective_of(reader.samples).with_scalar(measurement.criterion.function, summary)
-    queries = Examples(measured, chosen_rows(reader, rows), len(rows), options, processes=processes)
-    return CheckpointView(
-        checkpoint, training, queries, None if path is None else str(path), run.loaded.sha256
-    )

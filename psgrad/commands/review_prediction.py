@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from psgrad.commands.influence_queries import chosen_rows
+from psgrad.commands.influence_inputs import chosen_rows
 from psgrad.commands.influence_setup import CheckpointView, InfluenceSetup
 from psgrad.data.reader import CheckedReader
 from psgrad.engine.execution.examples import Examples

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from psgrad.commands.influence_queries import chosen_rows
+from psgrad.commands.influence_inputs import chosen_rows
 from psgrad.commands.influence_setup import InfluenceSetup
 from psgrad.data.previews import input_of
 from psgrad.data.reader import CheckedReader, digests

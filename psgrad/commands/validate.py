@@ -176,7 +176,7 @@ def _few_rows(run: Setup, say: SayText) -> pd.DataFrame:
     import pandas as pd
     import torch
 
-    from psgrad.commands.influence_queries import chosen_rows
+    from psgrad.commands.influence_inputs import chosen_rows
     from psgrad.data.reader import CheckedReader
     from psgrad.engine.execution.examples import Examples
     from psgrad.engine.execution.ranks import spread_rows

@@ -27,9 +27,8 @@ def listed_paths(value: object, info: ValidationInfo) -> object:
 
 
 def listed_checkpoints(value: object, info: ValidationInfo) -> object:
-    """The checkpoints that a list of paths and patterns names, with learning rates. Rates that are left
-    out come from trainer_state.json in the checkpoint's folder or from the metadata of a
-    safetensors file.
+    """The checkpoints that a list of paths and patterns names. Learning rates that are left out come from
+    trainer_state.json in the checkpoint's folder, or from the metadata of a safetensors file.
     """
     base = _base_of(info)
     if not isinstance(value, str | list):
@@ -40,24 +39,10 @@ def listed_checkpoints(value: object, info: ValidationInfo) -> object:
         if not isinstance(group, dict) or not isinstance(group.get("path"), str):
             found.append(entry)
             continue
-        paths = _matched(group["path"], base)
-        for path, own in zip(paths, _one_each(group, len(paths)), strict=True):
-            rate = _learning_rate(base / path) if own.get("learning_rate") is None else None
-            found.append({**own, "path": path, **({} if rate is None else {"learning_rate": rate})})
+        for path in _matched(group["path"], base):
+            rate = _learning_rate(base / path) if group.get("learning_rate") is None else None
+            found.append({**group, "path": path, **({} if rate is None else {"learning_rate": rate})})
     return found
-
-
-def _one_each(group: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
-    """The group once for each of the checkpoints that its pattern matches, with its own learning rate."""
-    rates = group.get("learning_rate")
-    if not isinstance(rates, list):
-        return [group] * count
-    if len(rates) != count:
-        raise ValueError(
-            f"{group['path']!r} matches {count} checkpoint{'' if count == 1 else 's'}, and learning_rate"
-            f" lists {len(rates)} numbers; give one for each checkpoint, in the order of the steps"
-        )
-    return [{**group, "learning_rate": rate} for rate in rates]
 
 
 def _base_of(info: ValidationInfo) -> Path:

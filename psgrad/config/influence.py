@@ -116,7 +116,7 @@ class InfluenceConfig(ConfigSection):
         "average": "scores of several checkpoints are put on one scale before they are averaged",
         "over_queries": "all queries together are ranked by their mean score; scores.parquet has each query",
         "layers": "scores are of all parameters together: choose some by influence.parameters",
-        "index_search": "an index is read whole; each row of influence.index.dimension numbers is read once",
+        "index_search": "an index is read whole, and all scores are exact; leave it out",
         "query_tokens": "tokens.parquet has all tokens of the queries: choose its rows by query_token",
     }
 

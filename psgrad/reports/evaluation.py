@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TextIO
 
 import pandas as pd
@@ -82,12 +82,10 @@ def ceiling_words(facts: Mapping[str, Any]) -> str:
 
 def evaluation_table(result: EvaluationResult) -> Table:
     """A row a method, the best first, controls in their places among them."""
-    columns = [
-        TableColumn("method", method_name),
-        *(
-            TableColumn(words.format(main=result.method), write, True)
-            for words, write in _COLUMNS[result.kind]
-        ),
+    columns = [TableColumn("method", method_name)]
+    columns += [
+        TableColumn(words.format(main=result.method), _cell(keys, form), True)
+        for words, keys, form in _COLUMNS[result.kind]
     ]
     rows = ordered(result.table, result.kind).to_dict("records")
     return table("", "How well the scores did", columns, rows)
@@ -110,11 +108,6 @@ def ordered(table: pd.DataFrame, kind: str) -> pd.DataFrame:
     )
 
 
-def _decimals(name: str, digits: int = 3) -> Writer:
-    """How a column's number is written."""
-    return lambda row: decimals(row[name], digits)
-
-
 def decimals(value: Any, digits: int = 3) -> str:
     """So many decimals, rounded towards zero where they would make it a 1 that it is not."""
     if value is None or pd.isna(value):
@@ -125,40 +118,46 @@ def decimals(value: Any, digits: int = 3) -> str:
     return text
 
 
-def _interval(low: str = "low", high: str = "high", digits: int = 3) -> Writer:
-    return lambda row: MISSING if pd.isna(row[low]) else f"{row[low]:.{digits}f} to {row[high]:.{digits}f}"
+def _cell(keys: Sequence[str], form: str | int) -> Writer:
+    """How a number is written, or two as an interval. form: so many decimals, or the format."""
+
+    def write(row: Row) -> str:
+        values = [row[key] for key in keys]
+        if any(value is None or pd.isna(value) for value in values):
+            return MISSING
+        if isinstance(form, str):
+            return form.format(*values)
+        if len(values) == 1:
+            return decimals(values[0], form)
+        return " to ".join(f"{value:.{form}f}" for value in values)
+
+    return write
 
 
-def _whole(name: str) -> Writer:
-    return lambda row: str(int(row[name]))
-
-
-def _short(name: str, form: str) -> Writer:
-    return lambda row: MISSING if pd.isna(row[name]) else form.format(row[name])
-
-
-_COLUMNS: Mapping[str, list[tuple[str, Writer]]] = {
+_INTERVAL, _LEAD, _OF_LEAD = ["low", "high"], ["ahead"], ["ahead_low", "ahead_high"]
+# Heading, columns of the table, and how they are written.
+_COLUMNS: Mapping[str, list[tuple[str, list[str], str | int]]] = {
     "lds": [
-        ("LDS", _decimals("mean")),
-        ("95 % interval", _interval()),
-        ("lead of {main}", _decimals("ahead")),
-        ("95 % interval of it", _interval("ahead_low", "ahead_high")),
-        ("undefined", _whole("undefined")),
+        ("LDS", ["mean"], 3),
+        ("95 % interval", _INTERVAL, 3),
+        ("lead of {main}", _LEAD, 3),
+        ("95 % interval of it", _OF_LEAD, 3),
+        ("undefined", ["undefined"], "{:.0f}"),
     ],
     "loo": [
-        ("Pearson", _decimals("pearson", 4)),
-        ("95 % interval", _interval(digits=4)),
-        ("Spearman", _decimals("spearman", 4)),
-        ("slope", _decimals("slope", 4)),
-        ("intercept", _short("intercept", "{:.2g}")),
-        ("pooled", _decimals("pooled", 4)),
-        ("undefined", _whole("undefined")),
+        ("Pearson", ["pearson"], 4),
+        ("95 % interval", _INTERVAL, 4),
+        ("Spearman", ["spearman"], 4),
+        ("slope", ["slope"], 4),
+        ("intercept", ["intercept"], "{:.2g}"),
+        ("pooled", ["pooled"], 4),
+        ("undefined", ["undefined"], "{:.0f}"),
     ],
     "removal": [
-        ("removed", _whole("removed")),
-        ("rise", _decimals("rise", 4)),
-        ("95 % interval", _interval(digits=4)),
-        ("lead of {main}", _decimals("ahead", 4)),
-        ("95 % interval of it", _interval("ahead_low", "ahead_high", 4)),
+        ("removed", ["removed"], "{:.0f}"),
+        ("rise", ["rise"], 4),
+        ("95 % interval", _INTERVAL, 4),
+        ("lead of {main}", _LEAD, 4),
+        ("95 % interval of it", _OF_LEAD, 4),
     ],
 }

@@ -1,4 +1,4 @@
-"""The figures of an evaluation: intervals, what was predicted against what happened, and removal curves."""
+"""The figures of an evaluation: what was predicted against what happened, and removal curves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from psgrad.reports.evaluation import method_name, ordered
+from psgrad.reports.evaluation import ordered
 from psgrad.reports.figures import (
     DARK,
     DASHES,
@@ -17,18 +17,12 @@ from psgrad.reports.figures import (
     count_axis,
     figure_with_axes,
     legend_above,
-    name_rows,
-    rows_height,
     say_empty,
     styled,
 )
 from psgrad.reports.words import brief
-from psgrad.run.results.influence import HEADLINE, EvaluationResult
+from psgrad.run.results.influence import EvaluationResult
 
-_AXES = {
-    "lds": "linear datamodeling score (mean rank correlation over the queries)",
-    "loo": "Pearson correlation of predicted and actual rises (mean over the queries)",
-}
 _NAME_LIMIT = 40
 _MOST_POINTS = 20_000
 
@@ -37,44 +31,7 @@ def evaluation_plots(result: EvaluationResult) -> list[Plot]:
     """All figures that this result has the data for."""
     if result.kind == "removal":
         return [removal_curves(result)]
-    plots = [intervals(result)]
-    if len(result.points):
-        plots.append(predicted_and_actual(result))
-    return plots
-
-
-@styled
-def intervals(result: EvaluationResult) -> Plot:
-    """Each method's first number with its interval; controls lighter, the config's method in orange, the
-    noise ceiling as a line.
-    """
-    table, headline = ordered(result.table, result.kind), HEADLINE[result.kind]
-    figure, axes = figure_with_axes(rows_height(len(table)))
-    for place, row in enumerate(table.to_dict("records")):
-        value = float(row[headline])
-        low, high = row["low"], row["high"]
-        colour = REVIEW if row["method"] == result.method else REST if row["control"] else DARK
-        if np.isfinite(low) and np.isfinite(high):
-            axes.plot([low, high], [place, place], color=colour, linewidth=2)
-        axes.plot([value], [place], "o", color=colour, markersize=6)
-    name_rows(axes, [brief(method_name(row), _NAME_LIMIT) for row in table.to_dict("records")])
-    axes.set_xlabel(_AXES[result.kind])
-    best = result.facts.get("ceiling") if result.kind == "lds" else None
-    if best is not None:
-        axes.axvline(
-            best,
-            color=QUIET,
-            linewidth=1.2,
-            linestyle=DASHES,
-            label="best reachable: the rest is noise of retraining",
-        )
-        legend_above(axes)
-    return Plot(
-        "evaluation",
-        "How well the scores did",
-        "Bars: 95 % jackknife intervals. Orange: the config's method; light: controls.",
-        figure,
-    )
+    return [predicted_and_actual(result)] if len(result.points) else []
 
 
 @styled

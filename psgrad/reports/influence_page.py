@@ -5,7 +5,6 @@ most 2 MB for any number of examples and queries.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -13,8 +12,10 @@ from psgrad.reports.attribution import Passage
 from psgrad.reports.figures import Plot
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.influence_words import (
+    MAX_ROWS,
     Example,
     beyond_note,
+    bold,
     check_table,
     example_table,
     examples,
@@ -25,15 +26,15 @@ from psgrad.reports.influence_words import (
     question_tables,
     reported_queries,
     run_words,
-    self_influences,
     signed,
+    styled,
     token_table,
     unit_words,
 )
 from psgrad.reports.page import about_run, render_template, title_of
 from psgrad.reports.pictures import excerpt, original_uri, picture_uri, shown_text
 from psgrad.reports.spans import spans_of
-from psgrad.reports.tables import Table
+from psgrad.reports.tables import Table, TableColumn, column, number_column, table
 from psgrad.reports.words import (
     FACT_LIMIT,
     MISSING,
@@ -41,8 +42,8 @@ from psgrad.reports.words import (
     cell,
     flat_words,
     identifier,
+    label,
     number,
-    percent,
     plural,
 )
 from psgrad.run.results import disagrees, has_classes
@@ -73,7 +74,6 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
     """The report as HTML."""
     manifest, facts = result.manifest, result.facts[0] if result.facts else {}
     queries = [shown_query(result, query) for query in reported_queries(result, MAX_CARDS)]
-    coverage = manifest.influence.coverage
     return render_template(
         "influence.html",
         **about_run(manifest, result.folder),
@@ -88,7 +88,7 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
         unit=unit_words(result),
         uncalibrated=is_uncalibrated(result),
         calibrated_because=facts.get("calibrated_because"),
-        damping=damping_words(facts),
+        damping=damping_of(facts),
         run_words=run_words(result),
         check=check_table(result) if result.check is not None and result.check.removals else None,
         training_gone=result.training.loc[result.training["status"] != "ok", "id"].tolist(),
@@ -96,14 +96,14 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
         queries=queries,
         classes=has_classes(result.training),
         beyond=beyond_note(result),
-        pictures=any(side.pictures for each in queries for side in each.sides),
+        pictures=any(side["pictures"] for each in queries for side in each["sides"]),
         missing=MISSING,
         scored=int((result.queries["status"] == "ok").sum()),
         questions=list(question_tables(result)),
         tokens=list(token_pairs(result)),
         plots=plots,
         own=self_influences(result),
-        coverage=brief(coverage_words(coverage), 2 * FACT_LIMIT) if coverage else "",
+        left_out=listed_names(manifest.influence.coverage.get("left_out", []), MAX_NAMED),
         one_checkpoint=len(result.facts) == 1,
     )
 
@@ -125,97 +125,63 @@ def headline(result: InfluenceResult) -> list[tuple[str, str]]:
     return found
 
 
-@dataclass(frozen=True)
-class ShownInput:
-    """An input on a card: data URIs of a picture, as the model and as the dataset has it, or a text."""
-
-    alt: str
-    picture: str | None = None
-    original: str | None = None
-    text: str | None = None
-
-
-Shown = tuple[Example, ShownInput]
-
-
-@dataclass(frozen=True)
-class Side:
-    """A query's strongest examples of one sign, 'helps' or 'hurts', with their inputs; as a table where no
-    input can be looked at.
+def shown_query(result: InfluenceResult, query_index: int) -> dict[str, Any]:
+    """What the page shows of a query, or of all together: title; all, whether it is these; query, itself
+    beside its input, where that can be looked at; and the sides `helps` and `hurts`.
     """
-
-    sign: str
-    examples: Sequence[Shown]
-    table: Table | None
-
-    @property
-    def pictures(self) -> bool:
-        return any(shown.picture for _, shown in self.examples)
-
-
-@dataclass(frozen=True)
-class ShownQuery:
-    """A query beside its strongest proponents and opponents. all: whether it is all queries together; query:
-    itself, where its input can be looked at.
-    """
-
-    title: str
-    all: bool
-    query: Shown | None
-    sides: Sequence[Side]
-
-
-def shown_query(result: InfluenceResult, query_index: int) -> ShownQuery:
-    """What the page shows of a query, or of all together."""
-    both = examples(result, query_index, PER_SIDE)
-    sides = [side(shown, sign) for shown, sign in zip(both, ("helps", "hurts"), strict=True)]
     query = None
     if query_index != ALL_INDEX:
         asked = query_example(result, query_index)
-        if (shown := shown_input(asked)).picture or shown.text is not None:
-            query = asked, shown
-    return ShownQuery(query_title(result, query_index), query_index == ALL_INDEX, query, sides)
+        shown = shown_input(asked)
+        query = (asked, shown) if _is_seen(shown) else None
+    helping, hurting = examples(result, query_index, PER_SIDE)
+    return {
+        "title": query_title(result, query_index),
+        "all": query_index == ALL_INDEX,
+        "query": query,
+        "sides": [side(helping, "helps"), side(hurting, "hurts")],
+    }
 
 
-def side(found: Sequence[Example], sign: str) -> Side:
-    """The examples of one sign, as cards where their inputs can be looked at, else as a table."""
+def side(found: Sequence[Example], sign: str) -> dict[str, Any]:
+    """The examples of one sign beside their inputs, as cards where these can be looked at, else a table."""
     shown = [(each, shown_input(each)) for each in found]
-    cards = any(each.picture or each.text is not None for _, each in shown)
-    return Side(sign, shown, None if cards or not found else example_table(found, sign))
+    cards = any(_is_seen(each) for _, each in shown)
+    return {
+        "sign": sign,
+        "examples": shown,
+        "table": None if cards or not found else example_table(found, sign),
+        "pictures": any(each["picture"] for _, each in shown),
+    }
 
 
-def shown_input(example: Example) -> ShownInput:
-    """The input of an example, as far as it can be looked at."""
+def shown_input(example: Example) -> dict[str, str | None]:
+    """The input of an example on a card, as far as it can be looked at: data URIs of a picture, as the model
+    and as the dataset has it, or a text.
+    """
     sample = example.input
     if sample is None:
-        return ShownInput("")
-    return ShownInput(
-        f"Input of {example.id}",
-        picture_uri(sample, PICTURE_SIDE),
-        original_uri(sample, PICTURE_SIDE),
-        excerpt(shown_text(sample)),
-    )
+        return dict.fromkeys(("alt", "picture", "original", "text"))
+    return {
+        "alt": f"Input of {example.id}",
+        "picture": picture_uri(sample, PICTURE_SIDE),
+        "original": original_uri(sample, PICTURE_SIDE),
+        "text": excerpt(shown_text(sample)),
+    }
 
 
-def damping_words(facts: Mapping[str, Any]) -> str:
-    """What was added to the curvature, as a multiple of its mean eigenvalue where there is one number for
-    all; empty without any.
+def _is_seen(shown: Mapping[str, str | None]) -> bool:
+    return bool(shown["picture"]) or shown["text"] is not None
+
+
+def damping_of(facts: Mapping[str, Any]) -> tuple[float, float] | None:
+    """(what was added to the curvature, the same as a multiple of its mean eigenvalue), where there is one
+    number for all.
     """
     damping, mean = facts.get("damping"), facts.get("mean_eigenvalue")
     if not isinstance(damping, float) or not isinstance(mean, float) or not damping or not mean:
-        return ""
-    return f"{number(damping)} ({number(damping / mean)} × the mean eigenvalue)"
-
-
-def coverage_words(coverage: Mapping[str, Any]) -> str:
-    """How many of the parameters scores are about, and which they are not."""
-    whole, covered, names = (coverage[key] for key in ("parameters", "covered", "left_out"))
-    if covered == whole:
-        return f"Scores are about all {whole:,} parameters."
-    return (
-        f"Scores are about {covered:,} of {whole:,} parameters ({percent(covered / whole)}). Left out, as"
-        f" frozen or not named by influence.parameters: {listed_names(names, MAX_NAMED)}."
-    )
+        return None
+    return damping, damping / mean
 
 
 def hint(result: InfluenceResult) -> dict[str, Any]:
@@ -239,28 +205,21 @@ def hint(result: InfluenceResult) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class ShownPair:
-    """A query and a training example, token by token."""
-
-    title: str
-    query: Passage
-    train: Passage
-    strongest: Table
-
-
-def token_pairs(result: InfluenceResult) -> Iterator[tuple[str, list[ShownPair]]]:
-    """(a query's title, its strongest pairs); none where scores of tokens were not asked for."""
+def token_pairs(result: InfluenceResult) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(a query's title, its strongest pairs token by token); nothing where samples were asked for."""
     for query, pairs in groupby(result.tokens, key=lambda pair: pair.query_index):
         strongest = sorted(pairs, key=lambda pair: -abs(float(pair.scores.sum())))[:PAIRS]
-        yield query_title(result, query), [shown_pair(pair) for pair in strongest]
+        yield query_title(result, query), [_shown_pair(pair) for pair in strongest]
 
 
-def shown_pair(pair: TokenPair) -> ShownPair:
+def _shown_pair(pair: TokenPair) -> dict[str, Any]:
     """A pair of texts, each token under the colour of its sum."""
-    title = f"{identifier(pair.train_id)}, {signed(float(pair.scores.sum()))}"
-    texts = passage(pair.query, pair.scores.sum(1)), passage(pair.train, pair.scores.sum(0))
-    return ShownPair(title, *texts, token_table(pair))
+    return {
+        "title": f"{identifier(pair.train_id)}, {signed(float(pair.scores.sum()))}",
+        "query": passage(pair.query, pair.scores.sum(1)),
+        "train": passage(pair.train, pair.scores.sum(0)),
+        "strongest": token_table(pair),
+    }
 
 
 def passage(text: TokenText, values: Array) -> Passage:
@@ -299,3 +258,29 @@ _NAMES = {
     "Calibrated because": "Why, or why not",
     "Leverage": "Leverage correction",
 }
+
+
+def self_influences(result: InfluenceResult) -> Table:
+    """The training examples with the largest influence on themselves."""
+    if "self_influence" not in result.training:
+        return table("", "", [], [])
+    largest = result.training[result.training["status"] == "ok"].nlargest(MAX_ROWS, "self_influence")
+    names = result.class_names
+
+    def mean(row: Mapping[Any, Any]) -> str:
+        score = signed(row.get("overall", float("nan")))
+        return styled("span", score, "hurts" if score.startswith("-") else "helps")
+
+    columns = [column("id", "id", identifier)]
+    if has_classes(result.training):
+        columns += [
+            TableColumn("label", lambda row: label(row.get("target"), names)),
+            TableColumn("prediction", lambda row: bold(label(row.get("prediction"), names), row["differs"])),
+        ]
+    columns += [
+        number_column("loss", "loss"),
+        number_column("self_influence", "self-influence"),
+        TableColumn("score, mean over queries", mean, True),
+    ]
+    rows = largest.assign(differs=disagrees(largest)).to_dict("records")
+    return table("", f"The {len(rows)} largest as a table", columns, rows)

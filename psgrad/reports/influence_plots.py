@@ -1,6 +1,4 @@
-"""The figures of an influence report: how scores are distributed, how few examples carry them, and
-self-influence beside loss.
-"""
+"""The figures of an influence report: how scores are distributed, and self-influence beside loss."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from psgrad.reports.figures import (
-    DARK,
     QUIET,
     REST,
     REVIEW,
@@ -19,15 +16,15 @@ from psgrad.reports.figures import (
     figure_with_axes,
     legend_above,
     name_rows,
-    plain_log_ticks,
     say_empty,
     scatter,
     styled,
 )
-from psgrad.reports.influence_words import own_words, query_name, reported_queries, unit_words
-from psgrad.reports.words import count, percent, shorten_middle
+from psgrad.reports.influence_words import is_uncalibrated, query_example, reported_queries, unit_words
+from psgrad.reports.words import percent, shorten_middle
 from psgrad.run.results import disagrees
-from psgrad.run.results.influence import ALL_INDEX, SIGN, InfluenceResult, carriers, cumulative_influence
+from psgrad.run.results.influence import ALL_INDEX, ALL_QUERIES, SIGN, InfluenceResult
+from psgrad.run.results.manifest import UNKNOWN_UNIT
 from psgrad.wording import correlation
 
 MAX_ROWS = 12  # queries in one figure
@@ -35,12 +32,11 @@ MAX_POINTS = 20_000  # single examples drawn
 STRONGEST = 10  # marked by themselves
 
 _RIDGE_BINS = 80  # even, so that zero is between two of them
-_CURVE_POINTS = 300
 
 
 def draw_influence_plots(result: InfluenceResult) -> list[Plot]:
     """All figures that this result has the data for, in reading order."""
-    plots = [score_distributions(result), cumulative(result)]
+    plots = [score_distributions(result)]
     if "self_influence" in result.training and result.training["self_influence"].notna().any():
         plots.append(self_influence_against_loss(result))
     return plots
@@ -82,7 +78,7 @@ def score_distributions(result: InfluenceResult) -> Plot:
     for row, values in enumerate(drawn.values()):
         _ridge(axes, row, values, edges)
     axes.set_xlim(edges[0], edges[-1])
-    name_rows(axes, [shorten_middle(query_name(result, query), 24) for query in drawn])
+    name_rows(axes, [shorten_middle(_query_name(result, query), 24) for query in drawn])
     axes.set_ylim(len(drawn) - 0.8, -0.95)
     axes.axvline(0, color=QUIET, linewidth=0.8)
     _beside(axes, -0.8, "help")
@@ -90,58 +86,6 @@ def score_distributions(result: InfluenceResult) -> Plot:
     words = f"score (signed log scale: linear about zero): {unit_words(result)}; {SIGN}"
     axes.set_xlabel(textwrap.fill(words, 110), parse_math=False)
     return Plot("score_distributions", "Scores of all training examples", caption, figure)
-
-
-@styled
-def cumulative(result: InfluenceResult) -> Plot:
-    """A line a query: which share of the positive total its 1, 2, ... strongest proponents carry."""
-    figure, axes = figure_with_axes(3.8)
-    columns = {query: values for query, values in columns_of(result).items() if (values > 0).any()}
-    caption = (
-        "How few examples carry the help: the strongest proponents' share of the sum of positive scores."
-        " Dots: half, and nine tenths. "
-    )
-    if not columns:
-        say_empty(axes, "no score above zero")
-        return Plot("cumulative_influence", "How many examples carry the influence", caption, figure)
-    first_single = next((query for query in columns if query != ALL_INDEX), None)
-    for query, values in columns.items():
-        curve = 100 * cumulative_influence(values)
-        places = np.unique(np.geomspace(1, len(curve), _CURVE_POINTS).round().astype(int))
-        whole = query == ALL_INDEX
-        words = "all queries" if whole else "single queries" if query == first_single else None
-        colour, size = (DARK, 5) if whole else (REST, 3.5)
-        width, alpha, order = (2.4, 1.0, 3) if whole else (1.2, 0.75, 2)
-        line = places, curve[places - 1]
-        axes.plot(*line, color=colour, linewidth=width, alpha=alpha, zorder=order, label=words)
-        for share in (0.5, 0.9):
-            place = carriers(values, share)
-            axes.plot([place], [curve[place - 1]], "o", markersize=size, color=colour, zorder=4)
-    axes.set(
-        xscale="log",
-        ylim=(0, 103),
-        xlabel="strongest proponents (log scale)",
-        ylabel="share of the sum of positive scores (%)",
-    )
-    plain_log_ticks(axes.xaxis)
-    for share in (50, 90):
-        axes.axhline(share, color=QUIET, linewidth=0.8, linestyle=(0, (1, 2)))
-    legend_above(axes)
-    caption += carrier_words(columns)
-    return Plot("cumulative_influence", "How many examples carry the influence", caption, figure)
-
-
-def carrier_words(columns: dict[int, Array]) -> str:
-    """In a sentence how many examples carry half, and nine tenths, of the positive total of single
-    queries.
-    """
-    single = [values for query, values in columns.items() if query != ALL_INDEX] or list(columns.values())
-    half, most = (np.median([carriers(values, share) for values in single]) for share in (0.5, 0.9))
-    helping = np.median([int((values > 0).sum()) for values in single])
-    return (
-        f"Of the {helping:,.0f} examples that help a query, {half:,.0f} carry half of it and {most:,.0f} nine"
-        f" tenths (medians of {count(len(single), 'line')}). "
-    )
 
 
 @styled
@@ -168,7 +112,7 @@ def self_influence_against_loss(result: InfluenceResult) -> Plot:
         ):
             scatter(axes, rows, ("self_influence", "loss"), (colour, marker), words)
         axes.set(xscale="log", yscale="log")
-        across, unit = own_words(result), result.manifest.loss_unit
+        across, unit = _own_words(result), result.manifest.loss_unit
         axes.set_xlabel(textwrap.fill(f"self-influence (log scale): {across}", 110), parse_math=False)
         axes.set_ylabel(f"loss of the training example ({unit}, log scale)")
         if wrong.any():
@@ -227,3 +171,19 @@ def _beside(axes: Axes, height: float, words: str) -> None:
         va="center",
         annotation_clip=False,
     )
+
+
+def _own_words(result: InfluenceResult) -> str:
+    """The unit of an example's influence on itself, which is on its own loss whatever is asked of queries."""
+    if not result.predicts_removal:
+        return unit_words(result).replace("the query's", "its own")
+    unit = result.manifest.loss_unit
+    nats = "" if unit == UNKNOWN_UNIT else f", in {unit}"
+    return (
+        f"predicted rise of its own loss{nats}{' (uncalibrated)' if is_uncalibrated(result) else ''}, if it"
+        " were removed"
+    )
+
+
+def _query_name(result: InfluenceResult, query_index: int) -> str:
+    return ALL_QUERIES if query_index == ALL_INDEX else query_example(result, query_index).id

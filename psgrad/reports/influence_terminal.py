@@ -13,11 +13,12 @@ from psgrad.reports.influence_words import (
     beyond_note,
     check_table,
     examples,
-    header,
+    method_words,
     query_title,
     question_tables,
     reported_queries,
     run_words,
+    unit_words,
 )
 from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import print_table, write_json
@@ -36,7 +37,7 @@ def write_influence(result: InfluenceResult, top: int, style: str, stream: TextI
     if style == "json":
         write_json(influence_content(result), stream)
         return
-    stream.write(header(result) + "\n")
+    stream.write(f"{method_words(result.method)}; {SIGN}\nunit: {unit_words(result)}\n")
     if note := beyond_note(result):
         stream.write(note + "\n")
     for words in run_words(result):

@@ -4,14 +4,14 @@ examples in words, and tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 from markupsafe import Markup
 
-from psgrad.reports.tables import Table, TableColumn, Writer, column, number_column, table
+from psgrad.reports.tables import Table, TableColumn, Writer, number_column, table
 from psgrad.reports.words import (
     MISSING,
     brief,
@@ -22,17 +22,14 @@ from psgrad.reports.words import (
     percent,
     shorten_middle,
 )
-from psgrad.run.results import TopSample, disagrees, has_classes
+from psgrad.run.results import TopSample, disagrees
 from psgrad.run.results.influence import (
     ALL_INDEX,
-    ALL_QUERIES,
-    SIGN,
     InfluenceResult,
     pairs_of,
     shown_queries,
 )
 from psgrad.run.results.influence_details import TokenPair
-from psgrad.run.results.manifest import UNKNOWN_UNIT
 
 UNIT_LIMIT = 260
 MAX_ROWS = 20
@@ -88,26 +85,9 @@ def unit_words(result: InfluenceResult) -> str:
     return brief(result.unit, UNIT_LIMIT)
 
 
-def own_words(result: InfluenceResult) -> str:
-    """The unit of an example's influence on itself, which is on its own loss whatever is asked of queries."""
-    if not result.predicts_removal:
-        return unit_words(result).replace("the query's", "its own")
-    unit = result.manifest.loss_unit
-    nats = "" if unit == UNKNOWN_UNIT else f", in {unit}"
-    return (
-        f"predicted rise of its own loss{nats}{' (uncalibrated)' if is_uncalibrated(result) else ''}, if it"
-        " were removed"
-    )
-
-
 def is_uncalibrated(result: InfluenceResult) -> bool:
     """Whether the unit says that the sizes of scores are not calibrated."""
     return "(uncalibrated)" in result.unit
-
-
-def header(result: InfluenceResult) -> str:
-    """What stands above every list of scores: the method, the unit and the sign."""
-    return f"{method_words(result.method)}; {SIGN}\nunit: {unit_words(result)}"
 
 
 def beyond_note(result: InfluenceResult) -> str:
@@ -118,40 +98,31 @@ def beyond_note(result: InfluenceResult) -> str:
 
 def run_words(result: InfluenceResult) -> list[str]:
     """Sentences about a run's checkpoints and damping, as far as they apply."""
-    return list(filter(None, (agreement_words(result), damping_words(result))))
-
-
-def agreement_words(result: InfluenceResult) -> str:
-    """How far the checkpoints agree; empty of one checkpoint."""
-    if "agreement" not in result.queries:
-        return ""
-    known = result.queries["agreement"].dropna()
-    middle = f"{known.median():.2f}" if len(known) else MISSING
-    words = (
-        f"rank stability over {len(result.facts)} checkpoints: the scores of two of them correlate by"
-        f" {middle} (median over queries)"
-    )
-    pairs = result.scores[result.scores["query_index"] != ALL_INDEX]
-    if "rank_stability" in pairs and len(pairs):
-        words += (
-            f"; a ranked example is among the strongest of {pairs['rank_stability'].mean():.0%} of them by"
-            " themselves (column stable)"
+    found = []
+    if "agreement" in result.queries:
+        known = result.queries["agreement"].dropna()
+        words = (
+            f"rank stability over {len(result.facts)} checkpoints: the scores of two of them correlate by"
+            f" {f'{known.median():.2f}' if len(known) else MISSING} (median over queries)"
         )
-    return words
-
-
-def damping_words(result: InfluenceResult) -> str:
-    """The damping that a run chose itself, or why it kept the default; empty where the config names one."""
+        pairs = result.scores[result.scores["query_index"] != ALL_INDEX]
+        if "rank_stability" in pairs and len(pairs):
+            words += (
+                f"; a ranked example is among the strongest of {pairs['rank_stability'].mean():.0%} of them"
+                " by themselves (column stable)"
+            )
+        found.append(words)
     facts = result.facts[0] if len(result.facts) == 1 else {}
-    tried = facts.get("damping_agreement")
-    if not tried:
-        return f"damping: {facts['damping_because']}" if "damping_because" in facts else ""
-    relative = number(float(facts["relative_damping"]))
-    curve = ", ".join(f"{number(agreement)} with {multiple}" for multiple, agreement in tried.items())
-    return (
-        f"damping: {relative} mean eigenvalue{'s' if relative != '1' else ''} of the curvature,"
-        f" {facts['damping_because']}; correlations: {curve}"
-    )
+    if tried := facts.get("damping_agreement"):  # of a damping that the run chose itself
+        relative = number(float(facts["relative_damping"]))
+        curve = ", ".join(f"{number(agreement)} with {multiple}" for multiple, agreement in tried.items())
+        found.append(
+            f"damping: {relative} mean eigenvalue{'s' if relative != '1' else ''} of the curvature,"
+            f" {facts['damping_because']}; correlations: {curve}"
+        )
+    elif "damping_because" in facts:
+        found.append(f"damping: {facts['damping_because']}")
+    return found
 
 
 def examples(result: InfluenceResult, query_index: int, k: int) -> tuple[list[Example], list[Example]]:
@@ -196,10 +167,6 @@ def reported_queries(result: InfluenceResult, most: int) -> list[int]:
     """
     first = shown_queries(result.queries, most, result.larger_is_worse)
     return first if (result.queries["status"] == "ok").sum() == 1 else [ALL_INDEX, *first]
-
-
-def query_name(result: InfluenceResult, query_index: int) -> str:
-    return ALL_QUERIES if query_index == ALL_INDEX else query_example(result, query_index).id
 
 
 def _described(frame: pd.DataFrame, rows: set[int]) -> dict[int, dict[Any, Any]]:
@@ -257,7 +224,7 @@ def example_table(shown: Sequence[Example], sign: str) -> Table:
     """A row an example of one sign."""
     columns = [
         TableColumn("rank", lambda each: str(each.rank), True),
-        TableColumn("score", lambda each: _styled("span", each.score, sign), True),
+        TableColumn("score", lambda each: styled("span", each.score, sign), True),
     ]
     if any(each.spread for each in shown):
         columns.append(TableColumn("over checkpoints", lambda each: each.spread))
@@ -267,42 +234,16 @@ def example_table(shown: Sequence[Example], sign: str) -> Table:
     if any(each.label != MISSING for each in shown):
         columns += [
             TableColumn("label", lambda each: each.label),
-            TableColumn("prediction", lambda each: _bold(each.prediction, each.differs)),
+            TableColumn("prediction", lambda each: bold(each.prediction, each.differs)),
         ]
     return table("", f"{sign.capitalize()} most", columns, shown)
 
 
-def self_influences(result: InfluenceResult) -> Table:
-    """The training examples with the largest influence on themselves."""
-    if "self_influence" not in result.training:
-        return table("", "", [], [])
-    largest = result.training[result.training["status"] == "ok"].nlargest(MAX_ROWS, "self_influence")
-    names = result.class_names
-
-    def mean(row: Mapping[Any, Any]) -> str:
-        score = signed(row.get("overall", float("nan")))
-        return _styled("span", score, "hurts" if score.startswith("-") else "helps")
-
-    columns = [column("id", "id", identifier)]
-    if has_classes(result.training):
-        columns += [
-            TableColumn("label", lambda row: label(row.get("target"), names)),
-            TableColumn("prediction", lambda row: _bold(label(row.get("prediction"), names), row["differs"])),
-        ]
-    columns += [
-        number_column("loss", "loss"),
-        number_column("self_influence", "self-influence"),
-        TableColumn("score, mean over queries", mean, True),
-    ]
-    rows = largest.assign(differs=disagrees(largest)).to_dict("records")
-    return table("", f"The {len(rows)} largest as a table", columns, rows)
+def bold(words: str, bold: bool) -> str:
+    return styled("b", words) if bold else words
 
 
-def _bold(words: str, bold: bool) -> str:
-    return _styled("b", words) if bold else words
-
-
-def _styled(tag: str, words: str, style: str = "") -> str:
+def styled(tag: str, words: str, style: str = "") -> str:
     """Words in an element of the page."""
     css = Markup(' class="{}"').format(style) if style else ""
     return Markup("<{0}{1}>{2}</{0}>").format(tag, css, words)

@@ -5,8 +5,6 @@ where.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,33 +187,3 @@ def test_wrong_words_are_a_usage_error(words: tuple[str, ...], config: Path, sta
     assert code == 2
     assert words[0] in err
     assert not stage.calls
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (
-            ["influence", "--help"],
-            ["influence [OPTIONS]", "psgrad influence index CONFIG", "--evaluate", "--matrix", "--method"],
-        ),
-        (["influence", "index", "--help"], ["influence index [OPTIONS]", "--resume", "--overwrite"]),
-        (["--help"], ["influence index", "dp-step"]),
-    ],
-)
-def test_help_shows_both_commands_and_loads_nothing_heavy(words: list[str], expected: list[str]) -> None:
-    script = (
-        f"import sys\nfrom psgrad.cli import main\nsys.argv = ['psgrad', *{words!r}]\ntry:\n   "
-        " main()\nfinally:\n    print([n for n in ('torch', 'pandas', 'matplotlib', 'numpy',"
-        " 'psgrad.config') if n in sys.modules], file=sys.stderr)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "[]"
-    for each in expected:
-        assert each in done.stdout
-    flags = [
-        line
-        for line in done.stdout.splitlines()
-        if "<bool>" in line and not any(own in line for own in ("--help", "completion"))
-    ]
-    assert not flags, "a flag takes no value"

@@ -40,7 +40,10 @@ def _start(config: Path, body: str) -> subprocess.Popen[str]:
     return subprocess.Popen(arguments, cwd=config.parent, text=True, **pipes)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["analyze", "--help"], ["ops", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["analyze", "--help"], ["influence", "index", "--help"], ["ops", "--help"], ["--version"]],
+)
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     script = f"""
         import sys

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from psgrad.commands.influence_checkpoints import first_run, with_weights
 from psgrad.commands.influence_index import described_index
+from psgrad.commands.influence_inputs import first_run
 from psgrad.commands.setup import Setup, set_up
 from psgrad.config import load_config
 from psgrad.engine.execution.ranks import OneProcess
@@ -92,10 +92,3 @@ def test_index_is_described_by_the_precision_that_auto_is(tmp_path: Path) -> Non
     path.write_text(path.read_text() + "influence: {queries: {rows: [0]}, index: {path: index}}\n")
     config = load_config(path)
     assert described_index(config, first_run(config, OneProcess()))["fingerprint"]["dtype"] == "bfloat16"
-
-
-def test_weights_of_a_recomputed_run_are_not_rounded_to_the_base(tmp_path: Path) -> None:
-    run = loaded(write(tmp_path, "bfloat16"))
-    ends = {name: value + torch.randn_like(value) / 3 for name, value in run.objective.params.items()}
-    found = with_weights(run, ends).objective.params
-    assert all(torch.equal(found[name], value) for name, value in ends.items())

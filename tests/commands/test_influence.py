@@ -83,27 +83,18 @@ def test_the_files_of_a_run(place: InfluenceWorkplace) -> None:
     assert queries["prediction"].tolist() == logits.argmax(1).tolist()
     assert {path.name for path in (folder / "plots").iterdir()} >= {
         "score_distributions.png",
-        "cumulative_influence.png",
     }
     assert "<html" in (folder / "report.html").read_text()
-
-
-def test_the_manifest_says_sign_and_unit_and_what_was_used(place: InfluenceWorkplace) -> None:
-    place.section["measurement"] = "margin"
-    place.ranked()
-    said = place.manifest()["influence"]
-    assert said["sign"] == "positive: the training example helps the query; negative: it hurts"
-    assert said["unit"].startswith("fall of the query's margin, in nats, if one gradient step")
-    assert said["predicts_removal"] is False
-    assert said["queries"]["rows"] == QUERIES
-    assert [each["path"] for each in said["checkpoints"]] == ["model.safetensors"]
-    assert place.manifest()["state"] == "finished"
 
 
 def test_a_margin_explains_with_the_sign_of_help(place: InfluenceWorkplace) -> None:
     """What raises the margin helps, as does what lowers the loss."""
     place.section["measurement"] = "margin"
     place.ranked("--matrix")
+    said = place.manifest()["influence"]
+    assert said["sign"] == "positive: the training example helps the query; negative: it hurts"
+    assert said["unit"].startswith("fall of the query's margin, in nats, if one gradient step")
+    assert said["predicts_removal"] is False
     found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
     products = expected_products(place)
     with torch.no_grad():
@@ -145,7 +136,7 @@ def test_queries_in_small_blocks_are_ranked_as_at_once(
 ) -> None:
     at_once = place.ranked("--matrix")
     matrix = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
-    monkeypatch.setattr("psgrad.commands.influence_ranking.queries_at_once", lambda setup: 2)
+    monkeypatch.setattr("psgrad.commands.influence_scores.queries_at_once", lambda setup: 2)
     in_blocks = place.ranked("--matrix", "--overwrite")
     pd.testing.assert_frame_equal(at_once, in_blocks, rtol=1e-5, atol=1e-9)
     np.testing.assert_allclose(
@@ -159,7 +150,9 @@ def test_relative_influence_is_that_of_its_definition(place: InfluenceWorkplace)
     norms = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"]).norm(dim=1).numpy()
     found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
     np.testing.assert_allclose(found, expected_products(place) / norms[:, None], rtol=1e-4, atol=1e-6)
-    assert place.manifest()["influence"]["predicts_removal"] is False
+    said = place.manifest()["influence"]
+    assert said["predicts_removal"] is False
+    assert said["unit"].endswith("by the square root of the training example's influence on itself")
 
 
 # -- Several checkpoints -------------------------------------------------------------------------------------
@@ -244,18 +237,9 @@ def test_an_index_that_is_half_built_is_refused_and_gone_on_with(place: Influenc
     place.influence().refused(
         3, "the index index is half built: 4 of 5 files are written", "psgrad influence index CONFIG --resume"
     )
+    place.index().refused(2, "the index folder index holds an index", "--resume", "--overwrite")
     assert place.index("--resume").code == 0
     assert len(place.ranked())
-
-
-def test_an_index_is_not_replaced_unasked(place: InfluenceWorkplace) -> None:
-    with_index(place)
-    assert place.index().code == 0
-    place.index().refused(2, "the index folder index holds an index", "--resume", "--overwrite")
-
-
-def test_building_without_an_index_in_the_config_is_refused(place: InfluenceWorkplace) -> None:
-    place.index().refused(2, "the config has no influence.index", "influence.index: {path:")
 
 
 def test_an_index_has_no_answer_by_methods_that_need_curvature(place: InfluenceWorkplace) -> None:
@@ -326,11 +310,22 @@ def test_queries_without_any_score_are_reported(place: InfluenceWorkplace) -> No
     assert (outcome.code, set(place.samples_of_queries())) == (0, {0, 2, 4, -1})
 
 
-def test_a_query_on_which_the_model_fails_is_called_a_query(place: InfluenceWorkplace) -> None:
-    place.save_queries(x=np.zeros((QUERIES, 3), np.float32))
-    place.influence().refused(
-        3, "the queries: the model or the loss raised", "check influence.queries and influence.measurement"
-    )
+@pytest.mark.parametrize(
+    ("section", "queries", "code", "words"),
+    [
+        ({}, {"x": np.zeros((QUERIES, 3), np.float32)}, 3, "the queries: the model or the loss raised"),
+        ({}, {"y": np.array([0, 1, 7, 0, 1])}, 3, "the queries: row 2 has the label 7"),
+        ({"queries": {"rows": [0, 24]}}, {}, 2, "influence.queries.rows names row 24"),
+        ({"parameters": ["head.*"]}, {}, 2, "influence.parameters: no parameter matches 'head.*'"),
+    ],
+    ids=["model fails", "label", "row", "parameters"],
+)
+def test_influence_refused(
+    place: InfluenceWorkplace, section: dict[str, Any], queries: dict[str, Any], code: int, words: str
+) -> None:
+    place.save_queries(**queries)
+    place.section.update(section)
+    place.influence().refused(code, words)
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(place: InfluenceWorkplace) -> None:
@@ -339,30 +334,6 @@ def test_a_checkpoint_of_another_architecture_is_refused(place: InfluenceWorkpla
     place.section["checkpoints"] = ["a.safetensors", "wide.safetensors"]
     place.influence().refused(3, "wide.safetensors", "0.weight")
     assert not (place.folder / "out").exists()
-
-
-def test_a_query_without_a_target_is_refused(place: InfluenceWorkplace) -> None:
-    place.section["queries"]["target"] = None
-    place.influence().refused(
-        2,
-        "influence.queries.target is missing: the measurement 'loss' compares a query's output with its"
-        " target",
-    )
-
-
-def test_a_query_with_a_label_that_the_model_has_not_is_refused(place: InfluenceWorkplace) -> None:
-    place.save_queries(y=np.array([0, 1, 7, 0, 1]))
-    place.influence().refused(3, "the queries: row 2 has the label 7", "labels from 0 to 2")
-
-
-def test_a_row_that_is_not_there_is_refused(place: InfluenceWorkplace) -> None:
-    place.section["queries"] = {"rows": [0, 24]}
-    place.influence().refused(2, "influence.queries.rows names row 24", "the rows go from 0 to 23")
-
-
-def test_parameters_that_fit_nothing_are_refused(place: InfluenceWorkplace) -> None:
-    place.section["parameters"] = ["head.*"]
-    place.influence().refused(2, "influence.parameters: no parameter matches 'head.*'")
 
 
 def test_a_run_is_not_replaced_unasked(place: InfluenceWorkplace) -> None:
@@ -489,23 +460,6 @@ def test_scores_are_written_before_the_check_and_stay_when_it_is_interrupted(
 
 
 @pytest.mark.long
-def test_check_that_would_take_long_is_left_out_with_its_predicted_time(
-    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    convex(place)
-    monkeypatch.setattr("psgrad.commands.influence_check._SECONDS", 0.0)
-    for solver in ("exact", "conjugate_gradient"):
-        place.section["method"] = {"name": "influence", "weight_decay": 0.05, "solver": solver}
-        outcome = place.influence("--overwrite")
-        assert outcome.code == 0, outcome.err
-        assert "no removal was tried by training on: one step is predicted to take" in outcome.err
-        assert "check" not in place.manifest()["influence"]
-    place.section.update(check="always")
-    place.influence("--overwrite")
-    assert place.manifest()["influence"]["check"]["steps"] > 1
-
-
-@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     "method",
@@ -598,29 +552,3 @@ def test_self_influence_by_solves_follows_its_predicted_time(
     np.testing.assert_allclose(table["self_influence"], own, rtol=1e-4)
     place.section["method"] = {**by_solves, "solver": "exact"}
     np.testing.assert_allclose(run("auto")[1]["self_influence"], own, rtol=1e-4)
-
-
-LARGE_OUTPUT = """\
-def Model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 150))
-"""
-OWN_LOSS = "def loss(output, target):\n    return (output - target).square().mean()\n"
-
-
-@pytest.mark.sweep
-def test_large_output_names_cheaper_methods_that_run(
-    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is named must work for this model and loss, for which no labels can be drawn."""
-    monkeypatch.setattr("psgrad.commands.influence._SELF_SECONDS", 0.0)
-    place.use_model(LARGE_OUTPUT)
-    place.use_loss(OWN_LOSS)
-    place.section.update(method="influence", check="never")
-    outcome = place.influence("--overwrite")
-    assert outcome.code == 0, outcome.err
-    assert "and is left out; curvature: fisher has it for the price of scores" in outcome.err
-    assert "exact" not in outcome.err
-    for method in ({"name": "influence", "curvature": "fisher"}, {"name": "ekfac", "fisher": "empirical"}):
-        place.section["method"] = method
-        assert place.influence("--overwrite").code == 0

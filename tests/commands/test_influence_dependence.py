@@ -9,11 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.numpy import load_file
-from torch import nn
 
-from psgrad.commands.influence_retraining import behaviour
-from psgrad.engine.execution.objective import BY_POSITION
-from psgrad.engine.influence.evaluation.jobs import LoadedRows
 from tests.influence_workplace import InfluenceWorkplace, loop_of_gradients
 
 DATASET = """\
@@ -107,46 +103,6 @@ def test_the_same_weights_in_files_that_differ_are_refused(place: InfluenceWorkp
     )
 
 
-SLOW = """\
-import time
-from pathlib import Path
-
-import numpy as np
-import torch
-
-
-class Rows(torch.utils.data.Dataset):
-    busy = False
-
-    def __init__(self):
-        self.arrays = np.load("data.npz")
-
-    def __len__(self):
-        return len(self.arrays["y"])
-
-    def __getitem__(self, row):
-        if Rows.busy:
-            Path("twice").touch()
-        Rows.busy = True
-        time.sleep(0.001)
-        Rows.busy = False
-        return self.arrays["x"][row], self.arrays["y"][row]
-"""
-
-
-@pytest.mark.long
-def test_rows_are_not_read_twice_at_once_for_two_checkpoints(place: InfluenceWorkplace) -> None:
-    (place.folder / "rows.py").write_text(SLOW)
-    place.config["data"] = {"factory": "rows.py:Rows"}
-    place.config["engine"] = {"chunk_size": 4}
-    place.save_checkpoint("a.safetensors", 3)
-    place.save_checkpoint("b.safetensors", 4)
-    place.section["checkpoints"] = ["a.safetensors", "b.safetensors"]
-    place.section["queries"] = {"rows": [0, 1, 2, 3, 4, 5, 6, 7]}
-    place.ranked()
-    assert not (place.folder / "twice").exists()
-
-
 # -- What the model draws ------------------------------------------------------------------------------------
 
 
@@ -165,25 +121,6 @@ def test_a_model_that_draws_at_random_is_refused(place: InfluenceWorkplace) -> N
     place.index().refused(2, *words)
     place.config["model"]["mode"] = "eval"
     assert place.index().code == 0
-
-
-# -- Models that are trained again ---------------------------------------------------------------------------
-
-
-def test_fresh_models_are_distinguished_by_what_they_do() -> None:
-    rows = LoadedRows((torch.randn(5, 4),), None)
-
-    def of(activation: type[nn.Module], spread: float) -> str:
-        def fresh(seed: int) -> nn.Module:
-            model = nn.Sequential(nn.Linear(4, 3), activation())
-            with torch.no_grad():
-                model[0].weight.mul_(spread)
-            return model
-
-        return behaviour(fresh, rows, BY_POSITION)
-
-    assert of(nn.Tanh, 1) == of(nn.Tanh, 1)
-    assert len({of(nn.Tanh, 1), of(nn.Sigmoid, 1), of(nn.Tanh, 2)}) == 3
 
 
 # -- Rows that are left out ---------------------------------------------------------------
@@ -226,25 +163,6 @@ def test_an_index_damps_by_the_rows_that_have_a_gradient(place: InfluenceWorkpla
     without = place.ranked()
     with_index(place, features="margin")
     pd.testing.assert_frame_equal(place.ranked("--overwrite"), without, rtol=1e-4, atol=1e-6)
-
-
-# -- Units ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("normalize", "words"),
-    [
-        ("self_influence", "divided by the square root of the training example's influence on itself"),
-        ("preconditioned_norm", "divided by the norm of the training example's preconditioned gradient"),
-    ],
-)
-def test_the_unit_says_what_scores_are_divided_by(
-    place: InfluenceWorkplace, normalize: str, words: str
-) -> None:
-    place.section.update(method="influence", normalize=normalize)
-    place.ranked()
-    assert place.manifest()["influence"]["unit"].endswith(words)
 
 
 # -- Queries without a score ---------------------------------------------------------------------------------

@@ -303,20 +303,6 @@ def test_a_method_without_scores_of_its_own_ends_the_run(place: EvaluationWorkpl
     ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "value"),
-    [("lds", "fraction", 1e-3), ("lds", "fraction", 0.999)],
-)
-def test_shares_that_are_all_or_nothing_are_refused(
-    place: EvaluationWorkplace, kind: str, key: str, value: float
-) -> None:
-    place.evaluate[key] = value
-    count = ROWS if value > 0.5 else 0
-    place.influence("--evaluate", kind).refused(
-        2, f"influence.evaluate.{key}: {value:g} of {ROWS} training examples are {count} of them"
-    )
-
-
 @pytest.mark.long
 def test_a_method_of_ones_own_that_fails_is_left_out_of_the_comparison(place: EvaluationWorkplace) -> None:
     (place.folder / "own.py").write_text(
@@ -335,19 +321,18 @@ def test_a_method_of_ones_own_that_fails_is_left_out_of_the_comparison(place: Ev
     )
 
 
-def test_two_examples_are_too_few_to_be_left_out(place: EvaluationWorkplace) -> None:
-    place.save(**{name: column[:2] for name, column in place.arrays.items()})
-    place.influence("--evaluate", "loo").refused(
-        2, "there are 2 training examples to leave out, one at a time"
-    )
-
-
-def test_more_removals_than_examples_are_refused(place: EvaluationWorkplace) -> None:
-    place.evaluate["ks"] = [ROWS]
-    place.influence("--evaluate", "removal").refused(2, f"has {ROWS}, and there are {ROWS} training examples")
-
-
-@pytest.mark.long
-def test_queries_may_be_fewer(place: EvaluationWorkplace) -> None:
-    place.evaluate |= {"queries": 2, "subsets": 3}
-    assert place.evaluated("lds")["lds"]["queries"] == 2
+@pytest.mark.parametrize(
+    ("kind", "options", "rows", "words"),
+    [
+        ("lds", {"fraction": 1e-3}, ROWS, f"fraction: 0.001 of {ROWS} training examples are 0 of them"),
+        ("lds", {"fraction": 0.999}, ROWS, f"0.999 of {ROWS} training examples are {ROWS} of them"),
+        ("loo", {}, 2, "there are 2 training examples to leave out, one at a time"),
+        ("removal", {"ks": [ROWS]}, ROWS, f"has {ROWS}, and there are {ROWS} training examples"),
+    ],
+)
+def test_evaluation_refused(
+    place: EvaluationWorkplace, kind: str, options: dict[str, Any], rows: int, words: str
+) -> None:
+    place.save(**{name: column[:rows] for name, column in place.arrays.items()})
+    place.evaluate |= options
+    place.influence("--evaluate", kind).refused(2, words)

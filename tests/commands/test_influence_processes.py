@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from safetensors.numpy import load_file
 
 from tests.forked_ranks import run_ranks
 from tests.influence_workplace import InfluenceWorkplace
-from tests.workplace import ROWS
 
 PARTS = 3
 
@@ -80,11 +78,6 @@ def test_index_by_processes_answers_as_that_of_one(place: InfluenceWorkplace, co
         write(place)
         run("influence", "index", "config.yaml", "--processes", str(processes))
         run("influence", "config.yaml", "--no-report", "--output", name, "--processes", str(processes))
-    ranks = json.loads((place.folder / "index-several/logs/ranks.json").read_text())
-    assert (ranks["processes"], ranks["backend"]) == (count, "gloo")
-    assert sum(each["rows"] for each in ranks["each"]) == ROWS
-    assert all(each["host"] and each["seconds"] > 0 for each in ranks["each"])
-    assert 0 < ranks["balance"] <= 1
     folders = [place.folder / f"index-{name}" for name in ("one", "several")]
     shards = sorted(path.relative_to(folders[0]) for path in folders[0].rglob("gradients*"))
     assert len(shards) > count

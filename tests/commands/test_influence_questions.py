@@ -126,7 +126,7 @@ def test_influence_all_scores_beyond_memory(
     """One copy of the scores fits, and four do not."""
     place.section.update(section)
     free = 8 * ROWS * QUERIES * 2
-    monkeypatch.setattr("psgrad.commands.influence_questions.free_host_memory", lambda: free)
+    monkeypatch.setattr("psgrad.commands.influence_scores.free_host_memory", lambda: free)
     outcome = place.influence("--no-report", *options)
     outcome.refused(
         3, f"all {ROWS} x {QUERIES} scores take", named, f"ask about {QUERIES // 2} of the queries"

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import yaml
 
 import psgrad
-from psgrad.commands.influence_checkpoints import fresh_models
+from psgrad.commands.influence_inputs import fresh_models
 from psgrad.config import AnalyzeConfig, InfluenceConfig, load_config
 from psgrad.errors import CheckpointError, ConfigError
 from tests.hugging_face import TEXTS, tiny_model, tiny_tokenizer, transformers

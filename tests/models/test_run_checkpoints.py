@@ -103,18 +103,6 @@ def test_order_is_that_of_the_metadata_and_not_of_the_names(tmp_path: Path) -> N
     assert [each.path.stem for each in found] == ["b", "c", "a"]
 
 
-def test_learning_rates_of_another_length_are_refused(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save_file(network().state_dict(), tmp_path / f"step-{step}.safetensors")
-    config = tmp_path / "config.yaml"
-    section = "influence: {{method: tracin, checkpoints: [{{path: 'step-*', learning_rate: {rates}}}]}}\n"
-    config.write_text(MINIMAL + section.format(rates=[0.3, 0.2, 0.1]))
-    assert [each.learning_rate for each in load_config(config).influence.checkpoints or []] == [0.3, 0.2, 0.1]
-    config.write_text(MINIMAL + section.format(rates=[0.3, 0.2]))
-    with pytest.raises(ConfigError, match="matches 3 checkpoints, and learning_rate lists 2 numbers"):
-        load_config(config)
-
-
 def test_a_damaged_file_has_no_metadata(tmp_path: Path) -> None:
     for name, content in (
         ("a-1", b"\xff" * 40),

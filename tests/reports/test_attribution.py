@@ -140,6 +140,14 @@ def test_maps_that_are_not_finite_or_do_not_fit_are_left_out() -> None:
     assert [card.rank for card in attribution_cards(run(maps, images))] == ["3"]
 
 
+def test_nothing_is_shown_where_no_map_was_kept() -> None:
+    result = run(np.ones((1, 1, 2, 2)), [])
+    bare = {name: MeasureResult(name, name, "f", "u") for name in MEASURES}
+    without = AnalyzeResult(result.samples, result.parameters, result.manifest, result.folder, measures=bare)
+    for each in (result, without):
+        assert attribution_cards(each) == []
+
+
 # -- text ----------------------------------------------------------------------------------------------------
 
 
@@ -163,24 +171,6 @@ def test_neighbours_of_one_shade_are_one_span_and_bytes_are_added_up() -> None:
     assert [(span.text, span.level) for span in spans] == [("a\u00e9", 6), ("\u20ac", -3)]
     assert scale == 1
     assert note == ""
-
-
-def test_special_tokens_are_marked() -> None:
-    words = {1: "[CLS]", 5: "good", 6: "film", 2: "[SEP]"}
-    spans, *_ = spans_of(np.array([1, 5, 6, 2]), np.array([0.0, 0.0, 1.0, 1.0]), None, words, special={1, 2})
-    found = [(span.text.strip(), span.level > 0, span.special) for span in spans]
-    assert found == [
-        ("[CLS]", False, True),
-        ("good", False, False),
-        ("film", True, False),
-        ("[SEP]", True, True),
-    ]
-    assert [(span.classes, bool(span.style)) for span in spans] == [
-        ("special", False),
-        ("", False),
-        ("", True),
-        ("special", True),
-    ]
 
 
 def test_long_texts_are_cut_and_say_so() -> None:
@@ -211,10 +201,15 @@ def shown(ids: list[int], weights: list[float], *known: Any) -> tuple[str, str]:
     return "".join(span.text for span in spans), note
 
 
-def test_ids_are_shown_as_words_where_the_dataset_knows_them() -> None:
-    words, note = shown([5, 6, 9], [1.0, 2.0, 3.0], None, {5: "good ", 6: "film"})
-    assert words == "good film[9]"
-    assert note == ""
+def test_ids_are_shown_as_words_or_by_position() -> None:
+    assert shown([5, 6, 9], [1.0, 2.0, 3.0], None, {5: "good ", 6: "film"}) == ("good film[9]", "")
+    unknown = "position:id, as the dataset has no tokenizer that tells the words"
+    assert shown([5, 6], [1.0, 2.0]) == ("0:5 1:6 ", unknown)
+    assert shown([1, 2, 3, 0, 0, 0], [1.0, 0, 2.0, 0, 0, 0], "abc")[0] == "abc"  # padding behind a text
+    assert shown([1, 2, 0, 0, 0], [1.0, 0, 0, 0, 0], "aa   ")[0] == "aa   "  # five characters for five ids
+    words = {1: "[CLS]", 5: "good"}
+    spans, *_ = spans_of(np.array([1, 5]), np.array([0.0, 1.0]), None, words, special={1})
+    assert [(each.classes, bool(each.style)) for each in spans] == [("special", False), ("", True)]
 
 
 def test_padding_is_left_out_and_counted() -> None:
@@ -228,17 +223,6 @@ def test_padding_is_left_out_and_counted() -> None:
     )  # one, where its id is known
     assert shown([5, 6, 6], [1.0, 2.0, 0.0], None, {5: "a", 6: "b"})[0] == "a b b "  # words may be said twice
     assert shown([4, 4, 4], [1.0, 2.0, 0.0])[0] == "0:4 1:4 2:4 "  # nothing else is there
-
-
-def test_a_text_is_matched_without_the_padding_behind_it() -> None:
-    assert shown([1, 2, 3, 0, 0, 0], [1.0, 0, 2.0, 0, 0, 0], "abc")[0] == "abc"
-    assert shown([1, 2, 0, 0, 0], [1.0, 0, 0, 0, 0], "aa   ")[0] == "aa   "  # five characters for five ids
-
-
-def test_ids_of_an_unknown_vocabulary_say_what_they_are() -> None:
-    words, note = shown([5, 6], [1.0, 2.0])
-    assert words == "0:5 1:6 "
-    assert note == "position:id, as the dataset has no tokenizer that tells the words"
 
 
 def test_tokens_are_distinguished() -> None:

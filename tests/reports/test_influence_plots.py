@@ -13,12 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from psgrad.reports.influence_plots import (
-    cumulative,
     draw_influence_plots,
     score_distributions,
     self_influence_against_loss,
 )
-from psgrad.run.results.influence import SIGN, carriers, shown_queries
+from psgrad.run.results.influence import SIGN, shown_queries
 from tests.reports.influence_runs import UNIT, result
 
 
@@ -88,17 +87,6 @@ def test_ridges_are_high_where_the_scores_are() -> None:
     for score, height in ((-2.0, 0.8), (1.0, 0.8 * np.sqrt(4 / 9)), (3.0, 0.8 * np.sqrt(1 / 9))):
         edges = [edge for edge, found in heights.items() if found == pytest.approx(height)]
         assert min(edges) <= score <= max(edges)
-
-
-def test_dots_on_the_cumulative_curves_are_the_carriers() -> None:
-    found = result()
-    plot = cumulative(found)
-    (axes,) = plot.figure.axes
-    dots = sorted(float(line.get_xdata()[0]) for line in axes.lines if line.get_marker() == "o")  # type: ignore[index]
-    columns = [found.training["overall"].to_numpy(), *found.shown.values()]
-    assert dots == sorted(carriers(values, share) for values in columns for share in (0.5, 0.9))
-    half = np.median([carriers(values, 0.5) for values in found.shown.values()])
-    assert f"{half:,.0f} carry half of it" in plot.caption
 
 
 def test_each_training_example_is_a_point_and_the_others_are_counted() -> None:

@@ -14,8 +14,9 @@ import pandas as pd
 from psgrad.reports.analyze_page import input_cards
 from psgrad.reports.analyze_tables import class_statistics, sample_table
 from psgrad.reports.analyze_terminal import top_table
+from psgrad.reports.influence_page import self_influences
 from psgrad.reports.influence_terminal import sides_table
-from psgrad.reports.influence_words import examples, self_influences, signed
+from psgrad.reports.influence_words import examples, signed
 from psgrad.reports.tables import Table
 from psgrad.reports.terminal import print_table
 from psgrad.reports.words import identifier, number, percent, percentile

@@ -263,26 +263,12 @@ def shown_rows(
     return first, sorted({int(row) for side in pairs for row in side["train_index"]})
 
 
-def cumulative_influence(scores: Array) -> Array:
-    """The share of the positive total that the 1, 2, ... strongest proponents carry; empty for none."""
-    positive = np.sort(scores[scores > 0])[::-1]
-    sums = np.cumsum(positive, dtype=np.float64)
-    return sums / sums[-1] if len(sums) else sums
-
-
-def carriers(scores: Array, share: float) -> int:
-    """How many of the strongest proponents carry this share of the positive total; 0 where there is none."""
-    curve = cumulative_influence(scores)
-    return min(int(np.searchsorted(curve, share)) + 1, len(curve))
-
-
 @dataclass(frozen=True)
 class IndexResult:
     """What `psgrad influence index` built: rows of `columns` numbers for each of `checkpoints`, `size` bytes
     in `folder`.
 
-    timings: seconds of each phase. ranks, engine: as in a manifest; ranks of an index that several processes
-    built, engine how many chunks were replayed.
+    timings: seconds of each phase.
     """
 
     folder: Path
@@ -291,8 +277,6 @@ class IndexResult:
     checkpoints: int
     size: int
     timings: dict[str, float]
-    ranks: dict[str, Any] | None = None
-    engine: dict[str, Any] | None = None
 
 
 EVALUATION_FILE = "evaluation.json"

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from psgrad.run.results.influence import (
     ALL_INDEX,
     SCORE_COLUMNS,
-    carriers,
-    cumulative_influence,
     pairs_of,
     ranked_pairs,
     shown_queries,
@@ -63,15 +61,12 @@ def test_ranked_pairs_equal_a_sort(scores: list[list[float]], k: int) -> None:
 def test_ranked_pairs_extras_and_column_order() -> None:
     values, rows = strongest(np.array([[3.0, -1.0, 2.0]]), 2)
     spread = np.where(rows >= 0, rows / 10, NAN)
-    result = ranked_pairs(
-        ["q"], [0], np.array([7, 8, 9]), values, rows, {"score_std": spread}, layer="2.weight"
-    )
+    result = ranked_pairs(["q"], [0], np.array([7, 8, 9]), values, rows, {"score_std": spread})
     assert list(result) == [
         column for column in SCORE_COLUMNS if column not in ("rank_stability", "beyond_loss")
     ]
     assert result["score_std"].tolist() == [0.0, 0.2, 0.1]
     assert result["train_id"].tolist() == [7, 9, 8]
-    assert set(result["layer"]) == {"2.weight"}
 
 
 def test_ranked_pairs_query_ids_are_text() -> None:
@@ -79,9 +74,8 @@ def test_ranked_pairs_query_ids_are_text() -> None:
     assert ranked_pairs([12], [0], np.array([3]), values, rows)["query_id"].tolist() == ["12"]
 
 
-def test_pairs_of_query_over_all_layers() -> None:
-    total, layer = _pairs([[1.0, -2.0, 3.0]], 2, layer=""), _pairs([[9.0, 9.0, 9.0]], 2, layer="0")
-    helps, hurts = pairs_of(pd.concat([layer, total]), 10, 1)
+def test_pairs_of_query() -> None:
+    helps, hurts = pairs_of(_pairs([[1.0, -2.0, 3.0]], 2), 10, 1)
     assert helps["train_index"].tolist() == [2]
     assert hurts["score"].tolist() == [-2.0]
 
@@ -114,15 +108,3 @@ def test_shown_queries_order() -> None:
     chosen = queries[queries["index"].isin([10, 12])]
     assert shown_rows(scores, chosen, 2, 1) == ([12, 10], [0, 1, 3, 4])
     assert shown_rows(scores, chosen, 1, 1) == ([12], [1, 4])
-
-
-@given(st.lists(st.integers(-5, 50), min_size=1, max_size=30), st.sampled_from([0.25, 0.5, 0.9, 1.0]))
-def test_carrier_count_by_hand(scores: list[int], share: float) -> None:
-    positive = sorted((score for score in scores if score > 0), reverse=True)
-    by_hand = next((k for k in range(1, len(positive) + 1) if sum(positive[:k]) / sum(positive) >= share), 0)
-    assert carriers(np.array(scores, dtype=float), share) == by_hand
-
-
-def test_cumulative_influence_of_proponents() -> None:
-    np.testing.assert_allclose(cumulative_influence(np.array([1.0, -9.0, 3.0, NAN, 0.0])), [0.75, 1.0])
-    assert len(cumulative_influence(np.array([-1.0]))) == 0

@@ -1,4 +1,6 @@
-"""The queries of an influence run: whose rows they are, and which of them a config chooses."""
+"""The inputs of an influence run: model, loss and training data at each of its checkpoints, and what is
+refused of them; and the queries, whose rows they are and which of them a config chooses.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ from contextlib import AbstractContextManager
 import numpy as np
 import pandas as pd
 import torch
+from torch import nn
 
 from psgrad.commands.class_names import errors_about
-from psgrad.commands.setup import Setup
-from psgrad.config import Config, QueriesConfig, nearest
+from psgrad.commands.loaded_parts import Trained, load
+from psgrad.commands.setup import Setup, draws_at_random, setup_of
+from psgrad.config import CheckpointConfig, Config, QueriesConfig, is_callable_spec, nearest
 from psgrad.config.values import names_in_condition
 from psgrad.data.measurements import Measurement
 from psgrad.data.reader import CheckedReader
@@ -20,7 +24,100 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.ranks import Processes
 from psgrad.errors import ConfigError
+from psgrad.models.factory import checkpoint_hash, load_model
 from psgrad.run.results.analyze import rows_where
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
+    """The checkpoints that a config lists; None stands for the model's own."""
+    return list(config.influence.checkpoints) if config.influence.checkpoints else [None]
+
+
+def first_run(config: Config, processes: Processes) -> Setup:
+    """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
+    random, and for what is not computed for losses with weights, or for groups of rows.
+    """
+    trained = Trained(config.influence.parameters, "influence.parameters")
+    run = setup_of(load(_at(config, 0), trained=trained, processes=processes))
+    if run.samples.weighted:
+        _require_of_weights(config)
+    if draws_at_random(run.first_output, run.model):
+        raise ConfigError(
+            "the model draws random numbers in train mode, so an example has no one gradient",
+            hint="set model.mode: eval",
+        )
+    return run
+
+
+def run_at(run: Setup, number: int) -> Setup:
+    """The run at another of its checkpoints. run: at the first one."""
+    checkpoint = checkpoints_of(run.config)[number]
+    return run if number == 0 or checkpoint is None else run.at_checkpoint(checkpoint.path)
+
+
+def sha256_at(config: Config, number: int) -> str | None:
+    """The hash of a checkpoint's file; None where the weights are those that the factory gave."""
+    path = _at(config, number).model.checkpoint
+    return None if path is None else checkpoint_hash(config.base / path)
+
+
+def _at(config: Config, number: int) -> Config:
+    """The config with this checkpoint in the model's place."""
+    checkpoint = checkpoints_of(config)[number]
+    if checkpoint is None:
+        return config
+    model = config.model.model_copy(update={"checkpoint": checkpoint.path})
+    return config.model_copy(update={"model": model})
+
+
+def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
+    """seed -> a model with fresh weights, never a copy of the trained one. Those of its parameters are
+    trained that the factory left so.
+    """
+    if config.model.pretrained is not None and not (config.model.checkpoint or config.influence.checkpoints):
+        raise ConfigError(
+            "models would be trained again from the trained weights: model.pretrained has the only ones",
+            hint="set model.pretrained to the model before its training, and model.checkpoint to the result",
+        )
+    bare = config.model.model_copy(update={"checkpoint": None})
+
+    def fresh(seed: int) -> nn.Module:
+        loaded = load_model(bare, config.base)
+        return loaded.model.to(run.device, run.dtype)
+
+    return fresh
+
+
+# Methods that read gradients alone, whatever rows a gradient is the sum of.
+_FIRST_ORDER = ("gradient_dot", "gradient_cosine", "tracin")
+
+
+def _require_of_weights(config: Config) -> None:
+    """Raises ConfigError for a curvature that weights of losses would enter squared: that of gradients times
+    themselves.
+    """
+    method, index = config.influence.method, config.influence.index
+    options = {"curvature": "gauss_newton", "fisher": "sampled", **method.options}
+    by_output = {"influence": options["curvature"] != "fisher", "ekfac": options["fisher"] != "empirical"}
+    if not (method.name in _FIRST_ORDER or by_output.get(method.name, is_callable_spec(method.name))):
+        problem = f"the method {method.name} with the options {dict(method.options)}"
+    elif index is not None and index.features != "loss":
+        problem = f"an index of the {index.features}"
+    else:
+        return
+    raise ConfigError(
+        f"data.weight: {problem} is not computed for losses with weights: its curvature would have their"
+        " squares",
+        hint=(
+            f"choose {', '.join(_FIRST_ORDER)}, influence by the gauss_newton or hessian curvature, or ekfac"
+            " with fisher: sampled or exact"
+        ),
+    )
+
+
+# -- queries -------------------------------------------------------------------------------------------------
 
 
 def queries_of(
@@ -30,20 +127,18 @@ def queries_of(
     at_last: Callable[[], Setup],
     processes: Processes,
 ) -> tuple[CheckedReader, np.ndarray]:
-    """Who reads the queries, and which rows they are. at_last: the run at its last checkpoint, whose losses
+    """(the reader of the queries, which rows they are). at_last: the run at its last checkpoint, whose losses
     and predictions queries are chosen by; a pass that the processes share.
     """
-    wanted = config.influence.queries
-    dataset = None if wanted is None else wanted.own_data
-    samples: Samples = run.samples
-    if dataset is not None:  # a measurement has no weight, whatever weights the training losses have
-        with errors_about_queries():
-            samples = run.other_samples(dataset.model_copy(update={"weight": None}), weighted=False)
+    wanted, samples = config.influence.queries, run.samples
     with errors_about_queries():
+        # A measurement has no weight, whatever weights the training losses have.
+        if wanted is not None and (own := wanted.own_data) is not None:
+            samples = run.other_samples(own.model_copy(update={"weight": None}), weighted=False)
         reader = CheckedReader(samples, measurement.criterion, run.class_count(measurement.criterion))
-    rows = np.arange(len(samples)) if wanted is None else _listed(wanted, samples)
     if wanted is None:
-        return reader, rows
+        return reader, np.arange(len(samples))
+    rows = _listed(wanted, samples)
     if wanted.choice_given - {"rows", "ids"}:
         with errors_about_queries():
             table = _table(wanted, rows, samples, at_last, processes)
@@ -124,9 +219,8 @@ def _chosen(wanted: QueriesConfig, table: pd.DataFrame) -> np.ndarray:
     if wanted.where is not None:
         table = table[rows_where(table, wanted.where, "influence.queries.where")]
     if wanted.worst is not None:
-        table = table.sort_values("loss", ascending=False, kind="stable", na_position="first").head(
-            wanted.worst
-        )
+        worst = table.sort_values("loss", ascending=False, kind="stable", na_position="first")
+        table = worst.head(wanted.worst)
     if not len(table):
         said = ", ".join(sorted(wanted.choice_given - {"rows", "ids"}))
         raise ConfigError(f"influence.queries: {said} leave none of {of}", hint="ask for other rows")
