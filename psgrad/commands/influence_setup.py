@@ -24,7 +24,7 @@ from psgrad.commands.influence_queries import (
     contrasted_rows,
     queries_of,
 )
-from psgrad.commands.run_identity import identity, require_same_on_ranks
+from psgrad.commands.run_manifest import identity, require_same_on_ranks
 from psgrad.commands.setup import Setup, same_weights
 from psgrad.config import Config, MethodConfig, is_callable_spec
 from psgrad.data.measurements import Measurement, resolve_measurement
@@ -266,7 +266,7 @@ _ADAM = (
 
 
 def identity_at_first(run: Setup) -> dict[str, Any]:
-    """All that scores depend on beside queries and checkpoints; see `psgrad.commands.run_identity`."""
+    """All that scores depend on beside queries and checkpoints; see `psgrad.commands.run_manifest`."""
     section = run.config.model_dump(mode="json")["influence"]
     return {**identity(run, len(run.samples)), **flattened({"influence": section})}
 

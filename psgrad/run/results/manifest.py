@@ -291,7 +291,7 @@ class RunManifest:
     """manifest.json.
 
     config: as resolved. config_folder: what its paths are relative to. versions: name -> version. hashes: see
-    psgrad.commands.run_identity. identity: all that the rows of `psgrad analyze` depend on. run: the hash of
+    psgrad.commands.run_manifest. identity: all that the rows of `psgrad analyze` depend on. run: the hash of
     the identity that the run began with, which its shards have too. limit: of --limit, None for the whole
     dataset. sampled_by: the seed by which its rows were drawn; None for the first ones.
     ranks: of a run by several processes, the backend and each process's host, rows (of a private run
