@@ -12,7 +12,6 @@ import typer
 class DiffFormat(StrEnum):
     terminal = "terminal"
     json = "json"
-    markdown = "markdown"
 
 
 RunA = Annotated[

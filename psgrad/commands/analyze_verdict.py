@@ -17,8 +17,8 @@ from psgrad.config.plugin_names import OWN
 from psgrad.data.derived import DrawnSamples
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
+from psgrad.quality.baselines import read_baseline, read_reference
 from psgrad.quality.detector import detector_from
-from psgrad.quality.gates import read_baseline, read_reference
 from psgrad.quality.judging import OutlierTable, judge
 from psgrad.quality.references import Reference, measured_as, reference_of, require_comparable, scored_by
 from psgrad.run.finished import finished_manifest, load_run

@@ -105,7 +105,7 @@ def _look_at(config: Config, found: Validation, say: SayText) -> None:
     limited = gate.max_outliers is not None or gate.max_fraction is not None
     # Samples of a baseline are not tested when they come again, so nothing is known of one.
     if limited and (outliers.reference is None or trusted is not None):
-        from psgrad.quality.gate_limits import undecided_rules
+        from psgrad.quality.gates import undecided_rules
 
         found.notes.extend(undecided_rules(gate, outliers, len(run.samples), trusted))
 
@@ -128,7 +128,7 @@ def _stored_samples(config: Config, found: Validation) -> int | None:
     run.
     """
     from psgrad.commands.check import gate_files
-    from psgrad.quality.gates import read_baseline
+    from psgrad.quality.baselines import read_baseline
     from psgrad.run.finished import finished_manifest
 
     reference = config.analyze.outliers.reference
@@ -159,10 +159,6 @@ def _make_plugins(config: Config) -> None:
 
         for method in (influence.method, *influence.evaluate.methods):
             method_from(method, base)
-    if influence.index_search.approximate:
-        from psgrad.run.row_lists import require_faiss
-
-        require_faiss()
     for spec in (config.loss.name, influence.measurement.name, influence.evaluate.train.function):
         if spec is not None and is_callable_spec(spec):
             from psgrad.user_code import resolve
