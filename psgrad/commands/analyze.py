@@ -239,7 +239,6 @@ class Analysis:
             "labels": label_facts_of(setup.criterion, frame, setup.config.data.class_names),
             "engine": engine_facts(run.manifest.engine, self.setting.examples.stream, self.norms, size),
             "counts": Counts(len(frame), int((frame["status"] == "nonfinite").sum()), self.in_dataset),
-            "ranks": measured.ranks,
         }
 
     def say_what_to_know(self, run: Run[Processes]) -> None:

@@ -31,7 +31,7 @@ from psgrad.commands.influence_tables import (
     without_nonfinite,
     write_tables,
 )
-from psgrad.commands.run_manifest import describe_run, rank_facts_of_steps
+from psgrad.commands.run_manifest import describe_run
 from psgrad.config import Config
 from psgrad.data.previews import input_of
 from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size
@@ -139,7 +139,6 @@ class Scored:
     tokens: list[TokenPair]
     fitted: Sequence[Fitted]
     own: np.ndarray | None
-    ranks: dict[str, Any] | None
 
 
 def scored(
@@ -171,8 +170,7 @@ def scored(
         with clock("self-influence"):
             own = self_influence(setup, fitted, spent, warnings)
     training = with_overall(training_table(setup, screening, own), setup.training_rows, rankings.overall)
-    ranks = rank_facts_of_steps(setup.processes, "influence.")
-    return Scored(setup, queries, training, rankings, tokens, fitted, own, ranks)
+    return Scored(setup, queries, training, rankings, tokens, fitted, own)
 
 
 def with_tables_written(found: Scored, matrix: bool, run: AnyRun, warnings: Warnings) -> InfluenceResult:
@@ -202,7 +200,6 @@ def with_tables_written(found: Scored, matrix: bool, run: AnyRun, warnings: Warn
             queries_nonfinite=int((found.queries["status"] != "ok").sum()),
         ),
         engine=replace(run.manifest.engine, processes=size if size > 1 else None, **setup.run.counts.facts()),
-        ranks=found.ranks,
     )
     first, examples = shown_rows(scores, found.queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, larger_is_worse)
     seen = setup.run.config.report.include_inputs

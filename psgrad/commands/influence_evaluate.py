@@ -24,7 +24,7 @@ from psgrad.commands.influence_retraining import (
 )
 from psgrad.commands.influence_setup import described, set_up_influence
 from psgrad.commands.influence_tables import Warnings, without_nonfinite
-from psgrad.commands.run_manifest import describe_run, rank_facts_of_steps
+from psgrad.commands.run_manifest import describe_run
 from psgrad.config import Config, EvaluationKind
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.evaluation.controls import NEIGHBOUR, NORM, RANDOM, own_controls
@@ -90,7 +90,6 @@ def evaluate_influence(
         setup, _ = without_nonfinite(setup, None, say)
         processes.agreed("the folder", list)
         EVALUATIONS[kind](evaluation_of(setup, run.folder, progress))
-        rank_facts_of_steps(processes, "evaluation.")
         return None
     with run.clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
@@ -115,7 +114,6 @@ def evaluate_influence(
             manifest=run.manifest,
         )
         facts = run.add(
-            ranks=rank_facts_of_steps(processes, "evaluation."),
             engine=replace(run.manifest.engine, **setup.run.counts.facts()),
             evaluation=evaluation_content(result),
         )

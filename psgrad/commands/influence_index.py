@@ -6,7 +6,6 @@ answers.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 
 from psgrad.commands.completion import completed_for_influence
 from psgrad.commands.influence_checkpoints import first_run, run_at, sha256_at
-from psgrad.commands.run_manifest import RankReport, rank_facts
 from psgrad.commands.setup import Setup
 from psgrad.config import Config, IndexConfig
 from psgrad.data.reader import CheckedReader
@@ -91,8 +89,7 @@ def influence_index(
         return Examples(there.objective, run.reader, len(run.samples), there.stream_options(say))
 
     with clock("gradients"):
-        began = time.monotonic()
-        rows, waited = build_index(
+        build_index(
             store,
             load,
             say=say,
@@ -100,15 +97,11 @@ def influence_index(
             processes=processes,
             digests=lambda start, stop: digests_read(run.reader, start, stop),
         )
-        seconds = time.monotonic() - began - waited
-    ranks = rank_facts(processes, "index.", RankReport(seconds, waited, rows))
     if not processes.leads:
         return None
     folder, engine = RunFolder(store.path), run.counts.facts()
     folder.write_json("logs/engine.json", engine)
-    if ranks is not None:
-        folder.write_json("logs/ranks.json", ranks)
-    return replace(result_of(store, clock), ranks=ranks, engine=engine)
+    return replace(result_of(store, clock), engine=engine)
 
 
 def _made_by_first(path: Path, description: dict[str, Any], processes: Processes) -> GradientIndex:

@@ -9,9 +9,8 @@ import platform
 import shlex
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -218,49 +217,3 @@ def running_manifest(folder: RunFolder, manifest: RunManifest, clock: Clock) -> 
     run.clock = clock
     with run.begin(manifest, folder):
         yield run
-
-
-@dataclass
-class RankReport:
-    """What one process did.
-
-    seconds: computing. waited: seconds at the end of passes, for the others. rows: that it computed, in all
-    passes; None where they are not counted.
-    """
-
-    seconds: float = 0.0
-    waited: float = 0.0
-    rows: int | None = None
-
-
-def rank_facts(processes: Processes, name: str, own: RankReport) -> dict[str, Any] | None:
-    """The work of all processes, on the first of several."""
-    if processes.size == 1:
-        return None
-    mine = {"rank": processes.rank, "host": socket.gethostname(), **asdict(own)}
-    each = [json.loads(text) for text in processes.texts(f"{name}ranks", json.dumps(mine))]
-    if not each:
-        return None
-    return facts_of_all(processes, each, [rank["seconds"] for rank in each])
-
-
-def rank_facts_of_steps(processes: Processes, name: str) -> dict[str, Any] | None:
-    """The `rank_facts` of processes that compute step by step, together."""
-    return rank_facts(processes, name, RankReport(*processes.spent()))
-
-
-def facts_of_all(
-    processes: Processes, each: Sequence[dict[str, Any]], seconds: Sequence[float]
-) -> dict[str, Any]:
-    """Facts about several processes for the manifest. balance: the mean of their seconds over the largest, 1
-    where all took as long.
-    """
-    return {
-        "processes": processes.size,
-        "backend": processes.backend,
-        "balance": round(sum(seconds) / len(seconds) / max(*seconds, 1e-9), 3),
-        "each": [
-            {key: round(value, 3) if isinstance(value, float) else value for key, value in rank.items()}
-            for rank in each
-        ],
-    }

@@ -78,9 +78,6 @@ class Processes(Protocol):
         PsgradError on one of them, each raises the same error.
         """
 
-    def spent(self) -> tuple[float, float]:
-        """Seconds that this process has computed in `together`, and that it has waited for others there."""
-
 
 class OneProcess:
     """A process alone: it takes all rows."""
@@ -120,9 +117,6 @@ class OneProcess:
 
     def together(self, what: str, compute: Callable[[], Result]) -> Result:
         return compute()
-
-    def spent(self) -> tuple[float, float]:
-        return 0.0, 0.0
 
 
 class RowPart(OneProcess):

@@ -281,8 +281,7 @@ class IndexResult:
     """What `psgrad influence index` built: rows of `columns` numbers for each of `checkpoints`, `size` bytes
     in `folder`.
 
-    timings: seconds of each phase. ranks, engine: as in a manifest; ranks of an index that several processes
-    built, engine how many chunks were replayed.
+    timings: seconds of each phase. engine: how many chunks were replayed, as in a manifest.
     """
 
     folder: Path
@@ -291,7 +290,6 @@ class IndexResult:
     checkpoints: int
     size: int
     timings: dict[str, float]
-    ranks: dict[str, Any] | None = None
     engine: dict[str, Any] | None = None
 
 
