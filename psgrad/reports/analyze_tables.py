@@ -202,5 +202,7 @@ def shown_parameters(parameters: pd.DataFrame) -> tuple[list[dict[Any, Any]], st
         shown = parameters.loc[parameters["share"].fillna(0).nlargest(MAX_PARAMETER_ROWS).index.sort_values()]
     prefix = common_prefix(list(map(str, parameters["parameter"])))
     names = parameter_names(list(map(str, shown["parameter"])), NAME_LIMIT, prefix)
-    shares = [None if np.isnan(share) else share for share in shown["share"].to_numpy("float64")]
-    return shown.assign(parameter=names).astype(object).assign(share=shares).to_dict("records"), prefix
+    shares: list[Any] = [None if np.isnan(share) else share for share in shown["share"].to_numpy("float64")]
+    return shown.assign(parameter=names).astype(object).assign(
+        share=pd.Series(shares, shown.index, dtype=object)
+    ).to_dict("records"), prefix

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from psgrad.reports.ci import outcome_line
+from psgrad.reports.ci import verdict_lines
 from psgrad.reports.page import about_run, render_template
 from psgrad.reports.pictures import excerpt, picture_uri, shown_text
 from psgrad.reports.tables import Table, TableColumn, column, number_column, table
@@ -54,7 +54,7 @@ def render(result: ReviewResult) -> str:
         title="What will this change of the training data do?",
         headline=[each for each in headline if each[0] != MISSING],
         counts=counts_words(result),
-        outcomes=[outcome_line(each) for each in result.check.outcomes],
+        outcomes=verdict_lines(result.check),
         totals=totals_table(result.totals, result.unit),
         trust=trust,
         trust_words=trust_words(result),
