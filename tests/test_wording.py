@@ -20,7 +20,6 @@ from psgrad.wording import (
     parameter_names,
     prefix_note,
     short_repr,
-    shorten_apart,
     shorten_middle,
 )
 
@@ -74,12 +73,6 @@ def test_long_names_are_cut_where_the_number_of_their_layer_stays() -> None:
         True
     ] * 12
     assert not any("#" in each for each in found)
-
-
-def test_ids_that_begin_and_end_alike_are_cut_at_both_ends() -> None:
-    ids = [f"image-from-the-scanner-{number:04d}-of-the-second-session.png" for number in range(40)]
-    assert shorten_apart(ids, 20)[:2] == ["…00…", "…01…"]
-    assert shorten_apart(["a.png", "b.png"], 20) == ["a.png", "b.png"]
 
 
 def test_prefix_note_ends_as_a_sentence_may() -> None:
