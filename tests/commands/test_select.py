@@ -16,9 +16,7 @@ import pytest
 
 import psgrad
 from psgrad.config import DataConfig
-from psgrad.data.sources.csv_files import long_cells
 from psgrad.data.sources.selection import content_of, whole_rows
-from psgrad.errors import DataError
 from tests.influence_workplace import InfluenceWorkplace
 from tests.workplace import ROWS, Workplace
 
@@ -119,18 +117,6 @@ def test_select_rows_of_json_and_arrow(workplace: Workplace, suffix: str) -> Non
     assert np.array_equal(found[COLUMNS].to_numpy(), wanted[COLUMNS].to_numpy())
 
 
-def test_select_csv_with_long_cells_and_odd_line_ends(tmp_path: Path) -> None:
-    cells = [["a", "b"], ["x" * 200_000, "1\r2"], ["\ufeffé", 'say "hi", twice']]
-    with (tmp_path / "data.csv").open("w", newline="", encoding="utf-8-sig") as file:
-        csv.writer(file, lineterminator="\r\n").writerows([cells[0], [], *cells[1:]])
-    data = DataConfig.model_validate({"path": "data.csv", "inputs": "a", "target": "b"})
-    rows, count = whole_rows(data, tmp_path, range(9))
-    (tmp_path / "clean.csv").write_bytes(content_of(rows, ".csv"))
-    with (tmp_path / "clean.csv").open(newline="", encoding="utf-8") as file, long_cells():
-        assert list(csv.reader(file)) == cells
-    assert count == 2
-
-
 @pytest.mark.parametrize("name", ["data.csv", "data.tsv"])
 def test_select_no_row_keeps_the_columns(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("a,b\n1,2\n3,4\n".replace(",", "\t" if name == "data.tsv" else ","))
@@ -148,13 +134,6 @@ def test_select_lines_of_text(tmp_path: Path) -> None:
     assert content_of(found, ".jsonl") == b'{"text": "one"}\n{"text": "three"}\n'
 
 
-def test_select_values_that_a_format_does_not_have() -> None:
-    with pytest.raises(DataError, match="the rows hold bytes"):
-        content_of(pa.table({"image": [b"\x00"]}), ".jsonl")
-    with pytest.raises(DataError, match="can't be written as parquet"):
-        content_of([{"x": 1}, {"x": "a"}], ".parquet")
-
-
 def test_ids_of_rows_of_arrays_come_in_each_format(workplace: Workplace) -> None:
     workplace.succeeded("--no-report")
     kept = kept_rows(workplace.samples())
@@ -165,26 +144,6 @@ def test_ids_of_rows_of_arrays_come_in_each_format(workplace: Workplace) -> None
     assert pd.read_csv("clean.csv").to_dict("list") == wanted
     assert pd.read_json("clean.jsonl", lines=True).to_dict("list") == wanted
     assert pd.read_parquet("clean.parquet").to_dict("list") == wanted
-
-
-def test_lists_of_no_rows_have_their_columns(workplace: Workplace) -> None:
-    workplace.succeeded("--no-report")
-    selected(workplace, "loss < 0", "none.csv", "--rejected", "all.csv")
-    selected(workplace, "loss >= 0", "some.csv", "--rejected", "none.txt")
-    selected(workplace, "loss >= 0", "again.csv", "--rejected", "empty.csv")
-    texts = [(workplace.folder / name).read_text() for name in ("none.csv", "none.txt", "empty.csv")]
-    assert texts == ["id,index\n", "", "id,index,reason\n"]
-
-
-def test_select_groups_of_the_datasets_library(workplace: Workplace) -> None:
-    datasets = pytest.importorskip("datasets")
-    columns = {"x": workplace.arrays["x"].tolist(), "y": workplace.arrays["y"].tolist()}
-    groups = [f"doc-{row // 3}" for row in range(ROWS)]
-    datasets.Dataset.from_dict(columns | {"doc": groups}).save_to_disk("set")
-    workplace.config["data"] = {"dataset": "set", "inputs": "x", "target": "y", "group": "doc"}
-    workplace.succeeded("--no-report")
-    selected(workplace, "index >= 6", "last.parquet")
-    assert pd.read_parquet("last.parquet")["y"].tolist() == columns["y"][18:]
 
 
 @pytest.mark.long
