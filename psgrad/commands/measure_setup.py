@@ -203,35 +203,27 @@ def measures_of(config: Config) -> list[Measure]:
                 hint="give your measure another `name`",
             )
         found[each.name] = measure
-    waiting = [name for measure in found.values() for name in measure.needs]
-    needed: dict[str, Measure] = {}
     if config.analyze.outliers.detectors and PROJECTED not in found:
         from psgrad.engine.measures.builtin.projected_gradients import GradientProjection
 
-        needed[PROJECTED] = GradientProjection(save=True)  # what later runs may be compared with
-    while waiting:
-        name = waiting.pop()
-        if name not in found and name not in needed:
-            if name not in known:
-                raise ConfigError(
-                    f"analyze.measures: a measure needs {name}, which is none; expected some of"
-                    f" {', '.join(known)}",
-                )
-            needed[name] = find(MEASURES, name, config.base)()
-            waiting += needed[name].needs
-    return _in_order({**needed, **found})
-
-
-def _in_order(measures: Mapping[str, Measure]) -> list[Measure]:
-    """Each measure behind those that it needs, otherwise in their order."""
+        # Saved, as it is what later runs may be compared with; before those that need it.
+        found = {PROJECTED: GradientProjection(save=True), **found}
     placed: dict[str, Measure] = {}
 
     def place(name: str) -> None:
-        for needed in measures[name].needs:
+        if name not in found and name not in known:
+            raise ConfigError(
+                f"analyze.measures: a measure needs {name}, which is none; expected some of"
+                f" {', '.join(known)}",
+            )
+        if name in placed:
+            return
+        measure = found[name] if name in found else find(MEASURES, name, config.base)()
+        for needed in measure.needs:
             place(needed)
-        placed.setdefault(name, measures[name])
+        placed[name] = measure
 
-    for name in measures:
+    for name in found:
         place(name)
     return [*placed.values()]
 

@@ -131,16 +131,6 @@ def test_init_replaces_no_file(
     assert mine.read_text() == "mine"
 
 
-def test_init_again_completes_what_it_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "init", tmp_path) == 0
-    (tmp_path / "psgrad.yaml").unlink()
-    capfd.readouterr()
-    assert run(monkeypatch, "init", tmp_path) == 0
-    assert capfd.readouterr().out.split() == [str(tmp_path / "psgrad.yaml")]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_init_writes_a_short_config_and_all_keys_with_full(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

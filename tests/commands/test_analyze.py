@@ -122,30 +122,6 @@ def test_chunks_are_replayed_unless_capture_is_off(quick: Workplace) -> None:
     assert plain == shown
 
 
-def test_output_set_and_overwrite(quick: Workplace) -> None:
-    quick.succeeded(
-        "--output",
-        "deep/er",
-        "--set",
-        "engine.chunk_size=5",
-        "--set",
-        "analyze.top=3",
-        "--set",
-        "engine.verify=1",
-    )
-    manifest = quick.manifest("deep/er")
-    assert manifest["engine"]["chunk_size"] == 5
-    assert manifest["self_check"]["samples"] == 1
-    assert not (quick.folder / "out").exists()
-    (quick.folder / "deep" / "er" / "parts").mkdir()
-    assert quick.analyze("--output", "deep/er").code == 2
-    assert (
-        len(quick.succeeded("--output", "deep/er", "--overwrite", "--set", "analyze.top=3").out.splitlines())
-        == 5
-    )
-    assert not (quick.folder / "deep" / "er" / "parts").exists()
-
-
 def test_debug_shows_where_the_model_failed(quick: Workplace) -> None:
     quick.use_model("class Model(nn.Linear):\n    def forward(self, x):\n        return 1 / 0\n")
     quick.config["model"]["kwargs"] = {"in_features": 4, "out_features": 3}

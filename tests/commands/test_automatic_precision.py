@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 import torch
 
-from psgrad.commands.influence_checkpoints import with_weights
 from psgrad.commands.setup import Setup, set_up
 from psgrad.config import load_config
 from tests.text_tasks import CASES
@@ -79,10 +78,3 @@ def analyzed(
     path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *options: str
 ) -> Outcome:
     return run_command(monkeypatch, capfd, "analyze", str(path), *options)
-
-
-def test_weights_of_a_recomputed_run_are_not_rounded_to_the_base(tmp_path: Path) -> None:
-    run = loaded(write(tmp_path, "bfloat16"))
-    ends = {name: value + torch.randn_like(value) / 3 for name, value in run.objective.params.items()}
-    found = with_weights(run, ends).objective.params
-    assert all(torch.equal(found[name], value) for name, value in ends.items())

@@ -109,19 +109,6 @@ def test_select_writes_all_rows_of_the_groups_that_are_kept(place: Workplace) ->
     assert kept["doc"].tolist() == [name for name in GROUPS if name in many]
 
 
-def test_select_lists_the_groups_where_rows_are_not_copied(place: Workplace) -> None:
-    place.succeeded("--no-report")
-    options = ("--output", "kept.csv", "--rejected", "others.csv")
-    outcome = place.command("select", "out", "--where", "rows >= 4", *options)
-    assert outcome.code == 0, outcome.err
-    kept, others = pd.read_csv("kept.csv"), pd.read_csv("others.csv")
-    assert kept.to_dict("list") == {"id": [name for name in NAMES if (name == GROUPS).sum() >= 4]}
-    assert others.to_dict("list") == {
-        "id": [name for name in NAMES if (name == GROUPS).sum() < 4],
-        "reason": ["not rows >= 4"] * len(others),
-    }
-
-
 def test_a_private_run_names_its_unit_instead(place: Workplace) -> None:
     place.config["privacy"] = {
         "steps": 1,
@@ -134,14 +121,6 @@ def test_a_private_run_names_its_unit_instead(place: Workplace) -> None:
     }
     (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
     place.command("dp-step", "config.yaml").refused(2, "data.group", "privacy.unit: {column: doc")
-
-
-@pytest.mark.long
-def test_plan_and_validate_take_groups(place: Workplace) -> None:
-    (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
-    for command in (["plan", "config.yaml"], ["validate", "config.yaml"]):
-        outcome = place.command(*command)
-        assert outcome.code == 0, outcome.err
 
 
 def test_samples_are_compared_within_a_column_in_which_groups_agree(place: Workplace) -> None:

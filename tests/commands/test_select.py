@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import psgrad
 from psgrad.config import DataConfig
 from psgrad.data.sources.selection import content_of, whole_rows
 from tests.influence_workplace import InfluenceWorkplace
@@ -146,29 +144,6 @@ def test_ids_of_rows_of_arrays_come_in_each_format(workplace: Workplace) -> None
     assert pd.read_parquet("clean.parquet").to_dict("list") == wanted
 
 
-@pytest.mark.long
-def test_rows_of_the_datasets_library_become_parquet(workplace: Workplace) -> None:
-    datasets = pytest.importorskip("datasets")
-    kinds = datasets.Features(
-        x=datasets.Sequence(datasets.Value("float32")), y=datasets.ClassLabel(names=["a", "b", "c"])
-    )
-    columns = {"x": workplace.arrays["x"].tolist(), "y": workplace.arrays["y"].tolist()}
-    table = datasets.Dataset.from_dict(columns, kinds)
-    datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk("set")
-    workplace.config["data"] = {"dataset": "set", "split": "train[4:]", "inputs": "x", "target": "y"}
-    workplace.succeeded("--no-report")
-    rows = [4 + row for row in kept_rows(workplace.samples())]
-    selected(workplace, "percentile < 80", "clean.parquet")
-    found = datasets.Dataset.from_parquet("clean.parquet", cache_dir="cache")
-    assert found.to_list() == table.select(rows).to_list()
-    assert found.features == table.features
-    changed = datasets.DatasetDict({"train": table.select(range(ROWS)[::-1]), "test": table.select([0])})
-    shutil.rmtree("set")
-    changed.save_to_disk("set")
-    outcome = workplace.command("select", "out", "--where", "percentile < 80", "--output", "more.parquet")
-    outcome.refused(3, "are not those of the run in out")
-
-
 def test_images_of_a_folder_come_as_a_list(workplace: Workplace) -> None:
     from PIL import Image
 
@@ -239,12 +214,6 @@ def test_rows_that_were_not_measured_are_left_out_and_reported(workplace: Workpl
     outcome = workplace.command("select", "out", "--where", "label >= 0", "--output", "some.csv")
     assert "PARTIAL: 15 rows that the run did not measure are left out" in outcome.err
     assert pd.read_csv("some.csv")["id"].tolist() == workplace.arrays["uid"][:9].tolist()
-
-
-def test_select_from_python(workplace: Workplace) -> None:
-    workplace.succeeded("--no-report")
-    found = psgrad.select("out", "target == 1", output="ones.csv")
-    assert (found.rows, found.in_dataset) == (int((workplace.arrays["y"] == 1).sum()), ROWS)
 
 
 @pytest.mark.parametrize(
