@@ -203,27 +203,35 @@ def measures_of(config: Config) -> list[Measure]:
                 hint="give your measure another `name`",
             )
         found[each.name] = measure
+    waiting = [name for measure in found.values() for name in measure.needs]
+    needed: dict[str, Measure] = {}
     if config.analyze.outliers.detectors and PROJECTED not in found:
         from psgrad.engine.measures.builtin.projected_gradients import GradientProjection
 
-        # Saved, as it is what later runs may be compared with; before those that need it.
-        found = {PROJECTED: GradientProjection(save=True), **found}
+        needed[PROJECTED] = GradientProjection(save=True)  # what later runs may be compared with
+    while waiting:
+        name = waiting.pop()
+        if name not in found and name not in needed:
+            if name not in known:
+                raise ConfigError(
+                    f"analyze.measures: a measure needs {name}, which is none; expected some of"
+                    f" {', '.join(known)}",
+                )
+            needed[name] = find(MEASURES, name, config.base)()
+            waiting += needed[name].needs
+    return _in_order({**needed, **found})
+
+
+def _in_order(measures: Mapping[str, Measure]) -> list[Measure]:
+    """Each measure behind those that it needs, otherwise in their order."""
     placed: dict[str, Measure] = {}
 
     def place(name: str) -> None:
-        if name not in found and name not in known:
-            raise ConfigError(
-                f"analyze.measures: a measure needs {name}, which is none; expected some of"
-                f" {', '.join(known)}",
-            )
-        if name in placed:
-            return
-        measure = found[name] if name in found else find(MEASURES, name, config.base)()
-        for needed in measure.needs:
+        for needed in measures[name].needs:
             place(needed)
-        placed[name] = measure
+        placed.setdefault(name, measures[name])
 
-    for name in found:
+    for name in measures:
         place(name)
     return [*placed.values()]
 
