@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from psgrad.config import Config, did_you_mean
 from psgrad.config.values import require_regular
-from psgrad.errors import ConfigError, PsgradError, one_line
+from psgrad.errors import ConfigError, PsgradError
 
 _FILE_MODULE = "psgrad_file_"
 _P = ParamSpec("_P")
@@ -243,13 +243,8 @@ def _check_arguments(factory: Callable[..., Any], spec: str, kwargs: Mapping[str
     try:
         signature.bind(**kwargs)
     except TypeError as error:
-        names = [parameter.name for parameter in signature.parameters.values()]
-        raise ConfigError(
-            one_line(
-                f"the kwargs of {spec} don't fit it: {error}",
-                "expected " + (f"its arguments are {', '.join(names)}" if names else "it takes no arguments"),
-            )
-        ) from None
+        names = ", ".join(signature.parameters) or "none"
+        raise ConfigError(f"the kwargs of {spec} don't fit it: {error}; its arguments are {names}") from None
 
 
 def _users_line(error: BaseException) -> str | None:

@@ -10,7 +10,6 @@ import difflib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from typing import Any
 LOSSES_IN_NATS = ("cross_entropy", "token_cross_entropy", "nll", "bce_with_logits")
 _OVER_TOKENS = {"mean": "nats per token", "sum": "nats (sum over tokens)"}
 PREFIX_FROM = 12  # a shorter common beginning stays where it is
-_CUTS = (4, 3, 2, 1, 5)  # where names are cut: at the usual place first
 
 
 def unit_of_loss(name: object, reduction: object = "mean") -> str | None:
@@ -64,14 +62,10 @@ def common_prefix(names: Sequence[str]) -> str:
     """What all names begin with, up to a dot, where that is long and there are at least two names."""
     if len(names) < 2:
         return ""
-    whole = names[0][: names[0][: _alike(names)].rfind(".") + 1]
+    first, last = min(names), max(names)
+    same = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    whole = first[: first.rfind(".", 0, same) + 1]
     return whole if len(whole) >= PREFIX_FROM else ""
-
-
-def _alike(texts: Sequence[str]) -> int:
-    """How many letters all texts begin with alike: those of the two outermost ones."""
-    pairs = zip(min(texts, default=""), max(texts, default=""), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def parameter_names(names: Sequence[str], limit: int, prefix: str | None = None) -> list[str]:
@@ -83,19 +77,14 @@ def parameter_names(names: Sequence[str], limit: int, prefix: str | None = None)
 
 
 def shorten_apart(texts: Sequence[str], limit: int) -> list[str]:
-    """Each text in at most `limit` letters, cut where those that differ stay apart.
-
-    That is in the middle, or, where all begin and end alike, at both ends. Where there is no such place,
-    those that would be the same are numbered, so that no two read alike.
+    """Each text in at most `limit` letters, cut where those that differ stay apart; where there is no such
+    place, those that would be the same are numbered, so that no two read alike.
     """
-    inner = [text[_alike(texts) :] for text in texts]
-    tail = _alike([text[::-1] for text in inner])
-    ends = [f"…{text[: len(text) - tail]}…" for text in inner]
-    ways = [[shorten_middle(text, limit, sixths) for text in texts] for sixths in _CUTS]
-    for cut in [*ways, [shorten_middle(text, limit) for text in ends]]:
+    cuts = [[shorten_middle(text, limit, sixths) for text in texts] for sixths in (4, 3, 2, 1, 5)]
+    for cut in cuts:
         if len(set(cut)) == len(set(texts)):
             return cut
-    cut = ways[0]
+    cut = cuts[0]
     twice = {short for short, times in Counter(cut).items() if times > 1}
     return [
         f"{shorten_middle(short, limit - 6)} #{place}" if short in twice else short
@@ -188,15 +177,10 @@ class ShortRepr:
 def _brief(value: Any) -> str:
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple) and shape:
-        rows = " x ".join(f"{size:,}" for size in shape)
-        return f"<{type(value).__name__} {rows}>"
-    if isinstance(value, Path):
-        return short_repr(str(value), _VALUE)
+        return f"<{type(value).__name__} {' x '.join(f'{size:,}' for size in shape)}>"
     if isinstance(value, Mapping) and value:
         names = ", ".join(str(key)[:_VALUE] for key in list(value)[:_ITEMS])
         return "{" + names + (f", and {len(value) - _ITEMS:,} more" if len(value) > _ITEMS else "") + "}"
     if isinstance(value, list | tuple) and value:
         return f"<{type(value).__name__} of {len(value):,}>"
-    if isinstance(value, str | bytes):
-        return short_repr(value[: 4 * _VALUE], _VALUE)
-    return short_repr(value, 4 * _VALUE)
+    return short_repr(str(value) if isinstance(value, Path) else value, _VALUE)

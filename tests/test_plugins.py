@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from psgrad.config import config_from, plugin_names
+from psgrad.config import plugin_names
 from psgrad.errors import ConfigError, MeasureError
 from psgrad.plugins import (
     KINDS,
@@ -109,28 +109,12 @@ def test_entry_point_measure_in_a_run(workplace: Workplace) -> None:
     assert samples["halved"].tolist() == pytest.approx((samples["loss"] / 4).tolist())
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("other_package")
-def test_entry_point_loss_in_a_run(workplace: Workplace) -> None:
-    assert config_from({**workplace.config, "loss": "first_output"}).loss.name == "first_output"
-    workplace.config["loss"] = "first_output"
-    workplace.succeeded()
-
-
 @pytest.mark.usefixtures("other_package")
 def test_entry_point_that_is_no_measure() -> None:
     with pytest.raises(ConfigError, match=r"analyze\.measures: nothing is no measure"):
         find(MEASURES, "nothing", Path())
     with pytest.raises(ConfigError, match="other_package has no 'Gone'"):
         find(MEASURES, "gone", Path())
-
-
-@pytest.mark.usefixtures("other_package")
-def test_entry_point_with_wrong_options() -> None:
-    with pytest.raises(ConfigError, match=r"bye: unknown option of halved; did you mean by\? it takes by"):
-        configured(MEASURES, "halved", {"bye": 1}, Path())
-    with pytest.raises(ConfigError, match=r"analyze\.measures: halved\.by: got 'x', expected a number"):
-        configured(MEASURES, "halved", {"by": "x"}, Path())
 
 
 def test_plugin_that_fails_as_it_is_made(tmp_path: Path) -> None:

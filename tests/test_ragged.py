@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psgrad.ragged import Block, RaggedAxes, joined, padded_and_joined
+from psgrad.ragged import Block, RaggedAxes, joined
 
 AXES = RaggedAxes((((0, 0),), ((1, 1), (0, 0)), ()), (-7, 0.5, 0), masked=True)
 
@@ -79,8 +79,3 @@ def test_lengths_and_ragged_axes_come_together() -> None:
         Block((torch.zeros(1, 2),), None, torch.tensor([[2]]))
     with pytest.raises(TypeError, match="one entry for each input"):
         Block((torch.zeros(1, 2),), None, torch.tensor([[2]]), RaggedAxes((((0, 0),),), (0,), True))
-
-
-def test_padded_and_joined_copies_what_has_one_shape() -> None:
-    assert padded_and_joined([torch.zeros(1, 2), torch.ones(1, 2)]).tolist() == [[0, 0], [1, 1]]
-    assert padded_and_joined([torch.zeros(1, 1), torch.ones(1, 2)], 3).tolist() == [[0, 3], [1, 1]]

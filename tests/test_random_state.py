@@ -61,12 +61,6 @@ def test_two_threads_read_the_states_of_generators() -> None:
     assert ends("psgrad", 2)
 
 
-@pytest.mark.sweep
-def test_two_threads_that_ask_pytorch_itself_wait_for_each_other() -> None:
-    """Else the test above shows nothing, and `state_of` is not needed any more."""
-    assert not ends("plain", 8)
-
-
 def test_states_of_all_generators_are_restored() -> None:
     before = random_state.all_states()
     with random_state.restored():

@@ -37,7 +37,7 @@ FromModel = Annotated[
     typer.Option(
         "--from",
         metavar="MODEL",
-        help="Write a config for this model: a folder of save_pretrained or of PEFT, or FILE.py:FACTORY.",
+        help="Write a config for this model: a folder of save_pretrained, or FILE.py:FACTORY.",
     ),
 ]
 DataPath = Annotated[
@@ -69,12 +69,12 @@ def init(
     from psgrad.config.schema import commented
 
     notes: list[str] = []
-    if model is None:
-        if data is not None:
-            raise ConfigError(
-                "--data was given without --from",
-                hint="add --from MODEL, which reads it",
-            )
+    if (model is None) != (data is None):
+        given, missing = ("--data", "--from") if model is None else ("--from", "--data")
+        raise ConfigError(
+            f"{given} was given without {missing}; expected both, or neither for an example that runs"
+        )
+    if model is None or data is None:
         settings, content = _example(kind or ExampleKind.image)
     else:
         require_alone("--from", {"--kind": kind is not None})

@@ -25,15 +25,15 @@ from psgrad.commands.check import GateFiles, check_samples, gate_files
 from psgrad.commands.class_names import label_facts_of
 from psgrad.commands.completion import completed_for_analyze
 from psgrad.commands.measure_setup import measures_of, prepare, require_mergeable
-from psgrad.commands.run_identity import (
+from psgrad.commands.run_manifest import (
     NUMBER_OF_PARTS,
+    describe_run,
     identity,
     measure_specs,
     reopen,
     require_judged_alike,
     require_same_on_ranks,
 )
-from psgrad.commands.run_manifest import describe_run
 from psgrad.commands.setup import Setup, set_up
 from psgrad.config import Config
 from psgrad.data.previews import vocabulary_of
@@ -172,7 +172,7 @@ class Analysis:
 
     def identity(self, parts: int | None = None, *, all_rows: bool = True) -> dict[str, Any]:
         """All that the numbers of the run depend on. parts: of how many the run is made. all_rows: see
-        psgrad.commands.run_identity.
+        psgrad.commands.run_manifest.
         """
         drawn = {"rows are drawn at random": True} if self.sample else {}
         in_parts = {NUMBER_OF_PARTS: parts} if parts is not None else {}
@@ -255,7 +255,6 @@ class Analysis:
             "labels": label_facts_of(setup.criterion, frame, setup.config.data.class_names),
             "engine": engine_facts(run.manifest.engine, self.setting.examples.stream, self.norms, size),
             "counts": Counts(len(frame), int((frame["status"] == "nonfinite").sum()), self.in_dataset),
-            "ranks": measured.ranks,
         }
 
     def say_what_to_know(self, run: Run[Processes]) -> None:

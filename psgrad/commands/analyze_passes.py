@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 
 from psgrad.commands.analyze_tables import About, Content, StoredPass, split_columns
 from psgrad.commands.measure_setup import joined_columns
-from psgrad.commands.run_manifest import RankReport, rank_facts
 from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.ranks import Processes, in_chunks
 from psgrad.engine.execution.streaming import Stream
@@ -42,14 +41,12 @@ class Measured:
     """The results of all passes.
 
     table: a row for each sample, with the columns of one number a sample. gathered: measure -> what it
-    gathered. rows: all columns of all measures, also those of several numbers a sample. ranks: the manifest's
-    part about several processes.
+    gathered. rows: all columns of all measures, also those of several numbers a sample.
     """
 
     table: pd.DataFrame
     gathered: dict[str, Gathered]
     rows: Arrays
-    ranks: dict[str, Any] | None = None
 
 
 @dataclass
@@ -74,7 +71,6 @@ class Passes:
     processes: Processes
     identity: str
     content: Content | None = None
-    _work: RankReport = field(default_factory=lambda: RankReport(rows=0))
 
     @property
     def stream(self) -> Stream:
@@ -111,8 +107,7 @@ class Passes:
             mine = self._my_rows(own.name, in_chunks(self._missing(own.name), self.stream.rows_at_longest))
             self._run_pass(shards, mine, partial(self._run_own_pass, own, again, before))
             names.append((own.name, f"the pass {own.name}"))
-        ranks = rank_facts(self.processes, "", self._work)
-        return replace(self._gathered(names), ranks=ranks) if self.processes.leads else None
+        return self._gathered(names) if self.processes.leads else None
 
     def _run_own_pass(
         self, own: OwnPass, again: Sequence[Measure], before: Arrays, rows: range
@@ -191,7 +186,7 @@ class Passes:
 
         mine: the rows that this one computes. about: a table without a column has no rows to count.
         """
-        begun, todo = time.monotonic(), sum(map(len, mine))
+        todo = sum(map(len, mine))
         alone = self.processes.size == 1 and self.processes.parts is None
         total = len(self.setting) if alone else todo
         left = todo
@@ -204,11 +199,7 @@ class Passes:
         show(0)
         for rows in mine:
             self._compute(run(rows), shards, measures, about, show)
-        ended = time.monotonic()
         self.processes.meet(f"the end of {shards.name}")
-        self._work.seconds += ended - begun
-        self._work.waited += time.monotonic() - ended
-        self._work.rows = (self._work.rows or 0) + todo
 
     def _compute(
         self,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from psgrad.commands.analyze_passes import Measured
 from psgrad.commands.measure_setup import PROJECTED
-from psgrad.commands.run_identity import measure_specs
+from psgrad.commands.run_manifest import measure_specs
 from psgrad.commands.setup import Setup
 from psgrad.config import did_you_mean
 from psgrad.config.plugin_names import OWN

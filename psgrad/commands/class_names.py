@@ -13,7 +13,7 @@ import pandas as pd
 from psgrad.config import Config
 from psgrad.data.loss import Criterion
 from psgrad.data.rows import Samples
-from psgrad.errors import ConfigError, DataError, LossError, ModelError, one_line
+from psgrad.errors import ConfigError, DataError, LossError, ModelError
 from psgrad.quality.label_agreement import label_facts
 from psgrad.run.results.manifest import LabelFacts
 from psgrad.wording import first_of
@@ -42,14 +42,8 @@ def require_names_of_outputs(config: Config, samples: Samples, outputs: int | No
     raise DataError(
         f"the labels of {config.data.source} have {len(names)} names, {_counted(samples, names)}, and the"
         f" model has {has}; expected as many names as outputs, where only the data tell the names",
-        hint=one_line(None if outputs is None else _cause(len(names), outputs), _HINT),
+        hint=_HINT,
     )
-
-
-def _cause(names: int, outputs: int) -> str:
-    if names < outputs:
-        return "a class of which these data have no row: the others would be numbered without it"
-    return "a misspelt name, or a class that the model does not know"
 
 
 def _counted(samples: Samples, names: list[str]) -> str:

@@ -24,7 +24,7 @@ from psgrad.commands.influence_setup import (
 )
 from psgrad.commands.influence_tables import query_table, training_table, write_tables
 from psgrad.commands.influence_tokens import require_tokens, token_pairs
-from psgrad.commands.run_manifest import describe_run, rank_facts_of_steps
+from psgrad.commands.run_manifest import describe_run
 from psgrad.config import Config
 from psgrad.data.previews import input_of
 from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size
@@ -129,7 +129,6 @@ class Scored:
     tokens: list[TokenPair]
     fitted: Sequence[Fitted]
     own: np.ndarray | None
-    ranks: dict[str, Any] | None
 
 
 def scored(
@@ -174,7 +173,6 @@ def scored(
         tokens,
         fitted,
         own,
-        rank_facts_of_steps(setup.processes, "influence."),
     )
 
 
@@ -192,7 +190,6 @@ def result_of(found: Scored, run: AnyRun, warnings: Warnings) -> InfluenceResult
             queries_nonfinite=int((queries["status"] != "ok").sum()),
         ),
         engine=replace(run.manifest.engine, processes=size if size > 1 else None, **setup.run.counts.facts()),
-        ranks=found.ranks,
     )
     first, examples = shown_rows(pairs, queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, larger_is_worse)
     seen, asked = setup.run.config.report.include_inputs, setup.query_reader.samples

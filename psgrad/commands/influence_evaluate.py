@@ -29,7 +29,7 @@ from psgrad.commands.influence_setup import (
     set_up_influence,
     without_nonfinite,
 )
-from psgrad.commands.run_manifest import describe_run, rank_facts_of_steps
+from psgrad.commands.run_manifest import describe_run
 from psgrad.config import Config, EvaluationKind
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.evaluation.controls import NEIGHBOUR, NORM, RANDOM, own_controls
@@ -98,7 +98,7 @@ def evaluate_influence(
         check = setup.run.self_check(setup.views[0].training.stream)
     manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
     with run.begin(manifest):
-        evaluation, found, ranks = _evaluated(setup, kind, run, say)
+        evaluation, found = _evaluated(setup, kind, run, say)
         result = EvaluationResult(
             kind=kind,
             method=evaluation.main,
@@ -113,7 +113,6 @@ def evaluate_influence(
         )
         facts = run.add(
             influence=described(evaluation.setup),
-            ranks=ranks,
             engine=replace(run.manifest.engine, **setup.run.counts.facts()),
             evaluation=evaluation_content(result),
         )
@@ -124,15 +123,15 @@ def evaluate_influence(
 
 def _evaluated(
     setup: InfluenceSetup, kind: EvaluationKind, run: Run[Processes], say: Warnings
-) -> tuple[Evaluation, EvaluationTables, dict[str, Any] | None]:
-    """What all processes compute together: the evaluation, what it found, and the work of each process."""
+) -> tuple[Evaluation, EvaluationTables]:
+    """What all processes compute together: the evaluation, and what it found."""
     with run.clock("screening"):
         setup, _ = without_nonfinite(setup, say)
     run.processes.agreed("the folder", list)  # which the first process has made by then
     with run.clock("evaluation"):
         evaluation = evaluation_of(setup, run.folder, run.progress)
         found = EVALUATIONS[kind](evaluation)
-    return evaluation, found, rank_facts_of_steps(run.processes, "evaluation.")
+    return evaluation, found
 
 
 def require_evaluable(config: Config) -> None:

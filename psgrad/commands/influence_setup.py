@@ -25,7 +25,7 @@ from psgrad.commands.influence_inputs import (
     queries_of,
     run_at,
 )
-from psgrad.commands.run_identity import identity, require_same_on_ranks
+from psgrad.commands.run_manifest import identity, require_same_on_ranks
 from psgrad.commands.setup import Setup, same_weights
 from psgrad.config import Config, MethodConfig, is_callable_spec
 from psgrad.data.measurements import Measurement, resolve_measurement

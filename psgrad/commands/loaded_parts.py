@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from psgrad.commands.class_names import require_names_of_outputs, require_one_numbering
 from psgrad.commands.weight_placement import WeightPlacement, weight_placement_of
-from psgrad.config import Config, DataConfig, ModelConfig
+from psgrad.config import Config, DataConfig
 from psgrad.config.model import TASK_LOSSES
 from psgrad.data.loss import Criterion, resolve_loss
 from psgrad.data.rows import Samples
@@ -67,17 +68,13 @@ class Loaded:
         """What brings offloaded weights to the device; None where all are there."""
         return self.placement.supply
 
-    def another(self, section: ModelConfig, *, in_files: bool = False) -> LoadedModel:
-        """The model of another section model of the config, such as one of another checkpoint, with the same
-        parameters trained; on no device yet. in_files: see `load_model`.
+    def model_at(self, checkpoint: Path) -> LoadedModel:
+        """The model with the weights of another checkpoint, with the same parameters trained; on no device
+        yet.
         """
-        return load_model(
-            section,
-            self.config.base,
-            self.trained.patterns,
-            self.trained.key,
-            in_files=in_files,
-        )
+        section, trained = self.config.model.model_copy(update={"checkpoint": checkpoint}), self.trained
+        in_files = self.supply is not None
+        return load_model(section, self.config.base, trained.patterns, trained.key, in_files=in_files)
 
     def hashes(self, specs: Iterable[str | None] = ()) -> dict[str, Any]:
         """The hashes of the model and of all code, that of `specs` included; see `hashes_of`."""
@@ -95,10 +92,8 @@ class Loaded:
         """
         if criterion.kind not in ("class", "token"):
             return None
-        output = self._output_or_none()
-        if output is None or output.dim() < 2:
-            return None
-        return int(output.shape[-1 if criterion.kind == "token" else 1])
+        shape = self._shape_of_output()
+        return None if len(shape) < 2 else shape[-1 if criterion.kind == "token" else 1]
 
     def require_names_of_outputs(self, classes: int | None) -> None:
         """Raises ConfigError or DataError where the classes have names, and not as many as the model has
@@ -107,21 +102,21 @@ class Loaded:
         """
         custom = self.criterion.kind == "custom"
         if custom and self.config.data.class_names is not None:
-            output = self._output_or_none()
-            classes = int(output.shape[1]) if output is not None and output.dim() == 2 else None
+            shape = self._shape_of_output()
+            classes = shape[1] if len(shape) == 2 else None
             if not self.samples.names_found and classes != len(self.config.data.class_names):
                 return  # a loss of one's own may read the output as it likes
         require_names_of_outputs(self.config, self.samples, classes, custom)
 
-    def _output_or_none(self) -> torch.Tensor | None:
-        """The model's output for the first row; None where it fails, which is reported later, or where that
-        is no tensor.
+    def _shape_of_output(self) -> tuple[int, ...]:
+        """The shape of the model's output for the first row; empty where the model fails, which is reported
+        later, or where its output is no tensor.
         """
         try:
             output = self.first_output()
         except Exception:
-            return None
-        return output if isinstance(output, torch.Tensor) else None
+            return ()
+        return tuple(output.shape) if isinstance(output, torch.Tensor) else ()
 
     def other_samples(
         self, data: DataConfig, unit: str | None = None, weighted: bool | None = None
@@ -202,7 +197,9 @@ def load(
         trained.key,
         in_files=placement.where != "resident",
     )
-    config = with_precision(config, loaded)
+    if config.engine.dtype == "auto":  # what is kept of the run names the precision that this is
+        found = "float32" if loaded.pretrained is None else automatic_precision(loaded.pretrained.precision)
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"dtype": found})})
     dtype, autocast = pick_precision(config.engine.dtype)
     identity = identify(loaded.model)  # now: placing converts tensors
     placement = placement.supplied(device)
@@ -274,16 +271,6 @@ def pick_device(name: str) -> torch.device:
             hint="set engine.device: auto, or install a PyTorch build for this device",
         ) from error
     return device
-
-
-def with_precision(config: Config, loaded: LoadedModel) -> Config:
-    """The config with the precision that `engine.dtype: auto` is for its model: all that is kept of a run
-    names that one.
-    """
-    if config.engine.dtype != "auto":
-        return config
-    found = "float32" if loaded.pretrained is None else automatic_precision(loaded.pretrained.precision)
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"dtype": found})})
 
 
 def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:

@@ -95,7 +95,13 @@ class OwnMeasure(Measure):
         self._asked("merge", state)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        found: Gathered = self._asked("gather", rows)
+        found: Any = self._asked("gather", rows)
+        if not isinstance(found, Gathered):
+            raise self._wrong("gather", f"returned {type(found).__name__}", "a Gathered")
+        for name, table in found.tables.items():
+            if not isinstance(table, Mapping):
+                words = f"returned {type(table).__name__} as the table {name}"
+                raise self._wrong("gather", words, "a dict of columns by name")
         with self._errors_in("gather"):  # what no file of the run can hold is found now
             json.dumps(dict(found.numbers))
             for table in found.tables.values():

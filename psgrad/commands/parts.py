@@ -10,7 +10,7 @@ from pathlib import Path
 
 from psgrad.commands.analyze import analyze, load_analysis
 from psgrad.commands.measure_setup import require_mergeable
-from psgrad.commands.run_identity import NUMBER_OF_PARTS, reopen
+from psgrad.commands.run_manifest import NUMBER_OF_PARTS, reopen
 from psgrad.config import Config
 from psgrad.config.reading import config_from
 from psgrad.engine.execution.ranks import MergingParts, OneProcess, Processes, RowPart

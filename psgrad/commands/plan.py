@@ -17,21 +17,18 @@ from typing import Any
 import torch
 
 from psgrad.commands.completion import completed_for_analyze
-from psgrad.commands.setup import Setup, set_up
+from psgrad.commands.setup import set_up
 from psgrad.config import Config
 from psgrad.engine.execution.chunk_replay import NOT_REPLAYED, PAYS_FROM
 from psgrad.engine.execution.ladder import why_without_programs
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, Stream
-from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.per_sample import BatchPass, per_sample_square_norms
 from psgrad.ragged import Block
 from psgrad.run.results.plan import ParameterPlan, PlanResult
 from psgrad.user_code import with_code_beside
 
-# Rows of the chunk for which moved weights are counted.
-_FEW = 8
 # Rows that are read. They are repeated for larger chunks.
 _READ = 8
 # How often a chunk is timed, and the seconds after which it is not timed again, or not made larger.
@@ -54,26 +51,7 @@ def plan(config: Config, *, say: Callable[[str], None] = lambda _: None) -> Plan
     )
     if run.supply is None:
         return found
-    return replace(
-        found,
-        moved_bytes=_moved(run.supply, stream, min(found.chunk_size, _FEW, len(run.samples))),
-        parameter_bytes=_on_device(found.parameter_bytes, run),
-    )
-
-
-def _on_device(weights: int, run: Setup) -> int:
-    """Bytes that weights take on the device, where not all of them live there. weights: bytes of all."""
-    assert run.supply is not None
-    return min(weights, run.supply.budget)
-
-
-def _moved(supply: Supply, stream: Stream, rows: int) -> int:
-    """Bytes of weights that come to the device for a chunk, after the first one."""
-    block = stream.load_block(0, rows)
-    for _ in range(2):
-        before = supply.moved
-        stream.computed(per_sample_square_norms, block)
-    return supply.moved - before
+    return replace(found, parameter_bytes=min(found.parameter_bytes, run.supply.budget))
 
 
 def plan_run(stream: Stream, rows: int) -> PlanResult:

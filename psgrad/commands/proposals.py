@@ -23,182 +23,137 @@ _TARGETS = ("label", "labels", "target", "targets", "y", "class", "score")
 _IDS = ("id", "uid", "uuid")
 _INPUTS = ("x", "inputs", "input", "image", "images", "features")
 _TEXTS = ("text", "sentence", "content", "review", "document", "body", "source", "input")
-_WRITTEN = ("target", "summary", "translation", "output", "response", "answer")
-
-Layout = Mapping[str, tuple[str, ...] | list[str]]
-"""key of `data` -> the names that its column may have, or a list of columns that it needs all."""
-
-_ONE_TEXT: tuple[Layout, ...] = (
-    {"text": ["sentence1", "sentence2"], "target": _TARGETS},
-    {"text": ["premise", "hypothesis"], "target": _TARGETS},
-    {"text": _TEXTS, "target": _TARGETS},
-)
-_LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
-    "sequence-classification": _ONE_TEXT,
-    "regression": _ONE_TEXT,
-    "token-classification": (
+_PAIRS = (("sentence1", "sentence2"), ("premise", "hypothesis"))
+_WRITTEN = ("completion", "target", "summary", "translation", "output", "response", "answer")
+_TASKS: Mapping[str, tuple[str, Mapping[str, Sequence[str]]]] = {
+    "ForSequenceClassification": ("sequence-classification", {"text": _TEXTS, "target": _TARGETS}),
+    "ForTokenClassification": (
+        "token-classification",
         {"text": ("tokens", "words", *_TEXTS), "target": ("ner_tags", "tags", "pos_tags", "labels")},
     ),
-    "causal-lm": (
-        {"messages": ("messages", "conversations", "chat")},
-        {"prompt": ("prompt", "instruction", "question"), "completion": ("completion", *_WRITTEN)},
-        {"text": _TEXTS},
+    "ForCausalLM": ("causal-lm", {"text": _TEXTS}),
+    "LMHeadModel": ("causal-lm", {"text": _TEXTS}),
+    "ForMaskedLM": ("masked-lm", {"text": _TEXTS}),
+    "ForConditionalGeneration": (
+        "seq2seq-lm",
+        {"text": (*_TEXTS, "prompt", "question"), "target": _WRITTEN},
     ),
-    "masked-lm": ({"text": _TEXTS},),
-    "seq2seq-lm": ({"text": (*_TEXTS, "prompt", "question"), "target": _WRITTEN},),
-    "image-classification": ({"image": ("image", "img", "path", "file"), "target": _TARGETS},),
+    "ForImageClassification": (
+        "image-classification",
+        {"image": ("image", "img", "path", "file"), "target": _TARGETS},
+    ),
 }
-"""task -> what its dataset may look like; the first that fits."""
-_HEADS = {
-    "ForSequenceClassification": "sequence-classification",
-    "ForTokenClassification": "token-classification",
-    "ForCausalLM": "causal-lm",
-    "LMHeadModel": "causal-lm",
-    "ForMaskedLM": "masked-lm",
-    "ForConditionalGeneration": "seq2seq-lm",
-    "ForImageClassification": "image-classification",
-}
-_OF_ADAPTERS = {
-    "SEQ_CLS": "sequence-classification",
-    "TOKEN_CLS": "token-classification",
-    "CAUSAL_LM": "causal-lm",
-    "SEQ_2_SEQ_LM": "seq2seq-lm",
-}
+"""end of a class's name -> (its task, key of `data` -> the names that its column may have)."""
+_OF_CAUSAL_LM: tuple[Mapping[str, Sequence[str]], ...] = (
+    {"messages": ("messages", "conversations", "chat")},
+    {"prompt": ("prompt", "instruction", "question"), "completion": _WRITTEN},
+)
 
 
-def proposed(model: str, data: Path | None, folder: Path) -> tuple[dict[str, Any], list[str]]:
+def proposed(model: str, data: Path, folder: Path) -> tuple[dict[str, Any], list[str]]:
     """(a config as plain values, what a person should look at). folder: the one that the config will be in.
 
     Args:
-        model: a folder of save_pretrained or of PEFT, or a factory: FILE.py:CALLABLE or MODULE:CALLABLE.
-        data: a file of rows or a folder of images; None for names that are examples.
+        model: a folder of save_pretrained, or a factory: FILE.py:CALLABLE or MODULE:CALLABLE.
+        data: a file of rows or a folder of images.
 
     Raises ModelError for a model of no known task, DataError for a file without the columns that are needed.
     """
+    columns = {} if data.is_dir() else _columns_of(data)
+    place = _relative(data, folder)
     if ":" in model and not Path(model).is_dir():
-        if data is None:
-            raise ConfigError(
-                "--from names a factory, and no --data was given",
-                hint="add --data FILE",
-            )
         location, name = model.rsplit(":", 1)
-        place = _relative(Path(location), folder) if location.endswith(".py") else location
-        section: dict[str, Any] = {"factory": f"{place}:{name}"}
-        rows, loss = _rows_for_factory(data, folder)
+        location = _relative(Path(location), folder) if location.endswith(".py") else location
+        section: dict[str, Any] = {"factory": f"{location}:{name}"}
+        rows, loss = _rows_for_factory(data, columns)
         target = f"the target is {rows['target']!r}, and " if "target" in rows else ""
         notes = [
             "the weights are those that the factory gives; model.checkpoint names a file of others",
             f"{target}the loss is {loss}: check that",
         ]
     else:
-        section = _pretrained_model(Path(model), folder)
-        task = section["task"]
-        rows, loss = _rows_for_task(task, data, folder), TASK_LOSSES[task]
+        task, wanted = _task_of(Path(model))
+        section = {"pretrained": _relative(Path(model), folder), "task": task}
+        rows, loss = _rows_for_task(task, wanted, data, columns), TASK_LOSSES[task]
         notes = [f"the task is {task}"]
-        notes += [] if data else ["no --data was given: the names of file and columns are examples"]
-    output = "runs/" + ("mine" if data is None else data.resolve().name.split(".")[0])
+    taken = [name for each in rows.values() for name in ([each] if isinstance(each, str) else each)]
+    identifier = _named(_IDS, [name for name in columns if name not in taken])
+    source = {"images": place} if data.is_dir() else {"path": place}
+    rows = {**source, **rows} | ({"id": identifier} if identifier else {})
+    output = f"runs/{data.resolve().name.split('.')[0]}"
     return {"version": 1, "model": section, "loss": loss, "data": rows, "output": output}, notes
 
 
-def _rows_for_factory(data: Path, folder: Path) -> tuple[dict[str, Any], str]:
-    """The section data for a model of one's own, and the loss: all columns of numbers are inputs."""
+def _rows_for_factory(data: Path, columns: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """The columns for a model of one's own, and the loss: all columns of numbers are inputs."""
     if data.is_dir():
-        return {"images": _relative(data, folder)}, "cross_entropy"
-    columns = _columns_of(data)
+        return {}, "cross_entropy"
     target = _named(_TARGETS, list(columns)) or list(columns)[-1]
     identifier = _named(_IDS, [name for name in columns if name != target])
     numbers = [name for name, kind in columns.items() if kind != "text" and name not in (target, identifier)]
     if not numbers:
-        raise DataError(
-            f"{data} has no column of numbers beside {target!r}",
-            hint="name a file with inputs",
-        )
+        raise DataError(f"{data} has no column of numbers beside {target!r}", hint="name a file with inputs")
     one = _named(_INPUTS, numbers) or (numbers[0] if len(numbers) == 1 else None)
-    rows: dict[str, Any] = {"path": _relative(data, folder), "inputs": one or numbers, "target": target}
     loss = "mse" if columns[target] == "fraction" else "cross_entropy"
-    return rows | ({"id": identifier} if identifier else {}), loss
+    return {"inputs": one or numbers, "target": target}, loss
 
 
-def _rows_for_task(task: str, data: Path | None, folder: Path) -> dict[str, Any]:
-    """The section data for a pretrained model."""
-    if data is None:
-        last = _LAYOUTS[task][-1]
-        return {
-            "path": "train.jsonl",
-            **{key: each if isinstance(each, list) else each[0] for key, each in last.items()},
-        }
+def _rows_for_task(
+    task: str, wanted: Mapping[str, Sequence[str]], data: Path, columns: Mapping[str, str]
+) -> dict[str, Any]:
+    """The columns for a pretrained model. Raises DataError where their names do not say which is which."""
     if data.is_dir():
         if task != "image-classification":
             raise DataError(f"{data} is a folder, and {task} reads a file with columns")
-        return {"images": _relative(data, folder)}
-    names = list(_columns_of(data))
-    columns = _columns_for(task, data, names)
-    taken = [name for each in columns.values() for name in ([each] if isinstance(each, str) else each)]
-    identifier = _named(_IDS, [name for name in names if name not in taken])
-    return {"path": _relative(data, folder), **columns} | ({"id": identifier} if identifier else {})
-
-
-def _columns_for(task: str, data: Path, names: Sequence[str]) -> dict[str, str | list[str]]:
-    """The keys of data for a task, from the names of the columns. Raises DataError where they do not say."""
-    missing: list[str] = []
-    for layout in _LAYOUTS[task]:
-        found: dict[str, str | list[str]] = {}
-        for key, wanted in layout.items():
-            left = [name for name in names if name not in found.values()]
-            one = _named(wanted, left)
-            if isinstance(wanted, list) and set(wanted) <= set(left):
-                found[key] = wanted
-            elif isinstance(wanted, tuple) and one is not None:
-                found[key] = one
-        missing = [key for key in layout if key not in found]
-        if not missing:
+        return {}
+    names = list(columns)
+    for layout in (*(_OF_CAUSAL_LM if task == "causal-lm" else ()), wanted):
+        found: dict[str, Any] = {key: _named(each, names) for key, each in layout.items()}
+        pair = next((list(pair) for pair in _PAIRS if set(pair) <= {*names}), None)
+        if "text" in found and "target" in found and pair is not None:
+            found["text"] = pair
+        if None not in found.values():
             return found
+    missing = [key for key, name in found.items() if name is None]
     raise DataError(
         f"the columns of {data}, {', '.join(names[:12])}, do not say which is"
         f" {' and which '.join(missing)}, for {task}",
-        hint="write the config without --data, and name the columns in it",
+        hint="rename the columns, or write the config by hand: docs/reference/data.md has one for each task",
     )
 
 
-def _pretrained_model(path: Path, folder: Path) -> dict[str, Any]:
-    """The section model of a folder of save_pretrained or of PEFT. Raises ModelError."""
+def _task_of(path: Path) -> tuple[str, Mapping[str, Sequence[str]]]:
+    """(the task of a folder of save_pretrained, the columns that it needs). Raises ModelError."""
     if path.suffix == ".py" and path.is_file():
         raise ConfigError(
             f"{path} is a file of Python, and --from does not say what builds the model",
             hint=f"--from {path}:NAME, of a function that returns the model",
         )
-    if (path / "adapter_config.json").is_file():
-        about = _json(path / "adapter_config.json")
-        base, kind = about.get("base_model_name_or_path"), str(about.get("task_type"))
-        if not base or kind not in _OF_ADAPTERS:
-            raise ModelError(
-                f"{path / 'adapter_config.json'} names the base model {base!r} and the task {kind}",
-                hint="write both into it: base_model_name_or_path, and a task_type such as CAUSAL_LM",
-            )
-        name = _relative(Path(base), folder) if Path(base).is_dir() else base
-        return {"pretrained": name, "task": _OF_ADAPTERS[kind], "adapter": _relative(path, folder)}
-    about = _json(path / "config.json")
-    names = [str(each) for each in about.get("architectures") or []]
-    task = next((task for name in names for end, task in _HEADS.items() if name.endswith(end)), None)
-    if task is None:
+    file = path / "config.json"
+    try:
+        about = json.loads(file.read_bytes())
+        names = [str(each) for each in about.get("architectures") or []]
+    except FileNotFoundError:
         raise ModelError(
-            f"{path / 'config.json'} names the architecture {', '.join(names) or 'none'}, which has no head",
-            hint=f"save a model whose class ends in {', '.join(_HEADS)}",
+            f"there is no {file}", hint="--from takes a folder of save_pretrained, or FILE.py:NAME"
+        ) from None
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ModelError(f"{file} is not the config of a model: {error}") from error
+    found = next((each for name in names for end, each in _TASKS.items() if name.endswith(end)), None)
+    if found is None:
+        raise ModelError(
+            f"{file} names the architecture {', '.join(names) or 'none'}, which has no head",
+            hint=f"save a model whose class ends in {', '.join(_TASKS)}",
         )
-    labels = about.get("id2label") or {}
-    one_number = about.get("problem_type") == "regression" or len(labels) == 1
-    if task == "sequence-classification" and one_number:
-        task = "regression"
-    return {"pretrained": _relative(path, folder), "task": task}
+    one_number = about.get("problem_type") == "regression" or len(about.get("id2label") or {}) == 1
+    regression = found[0] == "sequence-classification" and one_number
+    return ("regression", found[1]) if regression else found
 
 
 def _columns_of(path: Path) -> dict[str, str]:
     """name -> integer, fraction or text, of the columns of a file. Raises DataError."""
     if not path.exists():
-        raise DataError(
-            f"there is no dataset {path}",
-            hint="check the path",
-        )
+        raise DataError(f"there is no dataset {path}", hint="check the path")
     kind = data_format(path)
     tabs = pa.dataset.CsvFileFormat(pa.csv.ParseOptions(delimiter="\t"))
     formats = {"csv": "csv", "tsv": tabs, "jsonl": "json", "parquet": "parquet", "arrow": "arrow"}
@@ -210,7 +165,7 @@ def _columns_of(path: Path) -> dict[str, str]:
     except KeyError:
         raise DataError(
             f"the columns of {path} can't be read by init",
-            hint=f"name a file of {', '.join([*formats, 'npz'])}, or write the config without --data",
+            hint=f"name a file of {', '.join([*formats, 'npz'])}",
         ) from None
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} can't be read: {error}") from error
@@ -235,18 +190,3 @@ def _named(wanted: Sequence[str], names: Sequence[str]) -> str | None:
 
 def _relative(path: Path, base: Path) -> str:
     return Path(os.path.relpath(path.resolve(), base.resolve())).as_posix()
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelError(
-            f"there is no {path}",
-            hint="--from takes a folder of save_pretrained or of PEFT, or FILE.py:NAME",
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} can't be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds no object, and the config of a model is one")
-    return found

@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import ValidationError
 
 from psgrad.config import DataConfig
 from psgrad.data.sources.files import data_files, hashes_of_files
@@ -24,11 +23,11 @@ from psgrad.data.sources.selection import (
     has_whole_rows,
     whole_rows,
 )
-from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError, one_line
-from psgrad.run.durable_files import write_atomically
+from psgrad.errors import ConfigError, DataError, OutputExistsError
+from psgrad.run import RunFolder
 from psgrad.run.finished import finished_manifest, require_there
 from psgrad.run.results.analyze import rows_where
-from psgrad.run.results.manifest import RunManifest
+from psgrad.run.results.manifest import RunManifest, read
 
 # The table with a row a sample, of each command that has one.
 _TABLES = ("samples.parquet", "self_influence.parquet")
@@ -71,11 +70,10 @@ def select(
     those of the run.
     """
     manifest = finished_manifest(run, ("analyze", "influence"))
-    data, base = _dataset(run, manifest)
+    data, base = read(DataConfig, manifest.setting("data")), Path(manifest.config_folder)
     files = _unchanged(run, manifest, data, base)
     for path in (output, *([] if rejected is None else [rejected])):
-        _require_name(path)
-        _require_free(path, files, overwrite)
+        _require_output(path, files, overwrite)
     if rejected is not None and rejected.resolve() == output.resolve():
         raise ConfigError(f"--rejected and --output both name {output}; expected two files")
     frame = _samples(run)
@@ -89,9 +87,6 @@ def select(
     if rejected is not None:
         _write(rejected, _places(frame[~chosen], reasons[~chosen]))
     return Selection(output, int(chosen.sum()), len(frame), count)
-
-
-# -- which rows ----------------------------------------------------------------------------------------------
 
 
 def _reasons(frame: pd.DataFrame, choice: Choice) -> pd.Series[Any]:
@@ -160,32 +155,15 @@ def _samples(run: Path) -> pd.DataFrame:
     return frame.assign(label=frame["target"]) if "target" in frame and "label" not in frame else frame
 
 
-# -- where the rows are --------------------------------------------------------------------------------------
-
-
-def _dataset(run: Path, manifest: RunManifest) -> tuple[DataConfig, Path]:
-    """(the dataset of a run, what its paths are relative to). Raises DataError."""
-    try:
-        data = DataConfig.model_validate(manifest.setting("data"), strict=False)
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"]
-        raise DataError(f"the dataset of the run in {run} is not known: {reason}") from error
-    return data, Path(manifest.config_folder)
-
-
 def _unchanged(run: Path, manifest: RunManifest, data: DataConfig, base: Path) -> list[Path]:
     """The files of a run's dataset. Raises DataError where they are not as they were."""
     files = [] if data.path is None else data_files(data, base)
     files += [] if data.images is None else [base / data.images]
     missing = [file for file in files if not file.exists()]
     if missing:
-        relative = not base.is_absolute()
         raise DataError(
             f"the dataset's file {missing[0]} is not there",
-            hint=one_line(
-                "the run's config was named by a relative path" if relative else None,
-                "call psgrad select in the folder where the run was made" if relative else None,
-            ),
+            hint=None if base.is_absolute() else "call psgrad select in the folder where the run was made",
         )
     now = hashes_of_files(data, base)  # None where code makes the rows: nothing is read again
     if now is not None and now != manifest.data.files:
@@ -197,29 +175,19 @@ def _unchanged(run: Path, manifest: RunManifest, data: DataConfig, base: Path) -
     return files
 
 
-def _require_name(output: Path) -> None:
-    """Raises ConfigError for a name that does not say how rows, or their ids, are written."""
+def _require_output(output: Path, files: Sequence[Path], overwrite: bool) -> None:
+    """Raises ConfigError for a name that does not say how rows, or their ids, are written, and for a file of
+    the dataset; OutputExistsError where there is something that may not be replaced.
+    """
     if output.suffix.lower() not in (*ROW_SUFFIXES, ".txt"):
         ending = f"ends in {output.suffix}" if output.suffix else "has no suffix"
         raise ConfigError(
             f"{output} {ending}; expected a name that ends in one of {', '.join(ROW_SUFFIXES)}, .txt"
         )
-
-
-def _require_free(output: Path, files: Sequence[Path], overwrite: bool) -> None:
-    """Raises OutputExistsError where there is something that may not be replaced, ConfigError where it is the
-    dataset.
-    """
     if overwrite and any(output.resolve() == file.resolve() for file in files):
-        raise ConfigError(
-            f"{output} is a file of the dataset itself",
-            hint="name another file",
-        )
+        raise ConfigError(f"{output} is a file of the dataset itself", hint="name another file")
     if output.exists() and not overwrite:
-        raise OutputExistsError(
-            f"{output} exists",
-            hint="name another file, or replace it with --overwrite",
-        )
+        raise OutputExistsError(f"{output} exists", hint="name another file, or add --overwrite")
 
 
 def _copied(data: DataConfig, base: Path, chosen: pd.DataFrame, count: int) -> Rows:
@@ -252,10 +220,7 @@ def _write(output: Path, rows: Rows) -> None:
     """Write rows by the suffix of the output; to a txt file their ids, one a line, with the reasons."""
     suffix = output.suffix.lower()
     content = _lines(rows) if suffix == ".txt" else content_of(rows, suffix)
-    try:
-        write_atomically(output, content)
-    except OSError as error:
-        raise OutputError(f"{output} can't be written: {error.strerror or error}") from error
+    RunFolder(output.parent).write_bytes(output.name, content)
 
 
 def _lines(rows: Rows) -> bytes:

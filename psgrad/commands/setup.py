@@ -29,10 +29,11 @@ from psgrad.engine.execution.self_check import SelfCheck, self_check
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.builtin.outputs import summary_for
 from psgrad.engine.measures.measure import CheckpointModel
-from psgrad.errors import CheckpointError, ConfigError, one_line
+from psgrad.errors import CheckpointError, ConfigError
 from psgrad.models.checkpoint_files import require_checkpoint
 from psgrad.models.factory import checkpoint_hash
 from psgrad.models.model_identity import identify
+from psgrad.wording import first_of
 
 Loss = Callable[..., Any]
 
@@ -73,16 +74,22 @@ class Setup(Loaded):
         """This setup with the weights of another checkpoint. Raises CheckpointError for the checkpoint of a
         model with other parameters.
         """
-        section = self.config.model.model_copy(update={"checkpoint": path})
-        loaded = self.another(section, in_files=self.supply is not None)
+        loaded, section = self.model_at(path), self.config.model.model_copy(update={"checkpoint": path})
         model = self.placed(loaded.model)
-        return replace(
-            self,
-            config=self.config.model_copy(update={"model": section}),
-            loaded=loaded,
-            model=model,
-            objective=at_weights(self.objective, model, path),
+        objective = self.objective.with_model(model)
+        ours, theirs = (
+            {name: tuple(value.shape) for name, value in each.params.items()}
+            for each in (self.objective, objective)
         )
+        odd = sorted({name for name, _ in ours.items() ^ theirs.items()})
+        if odd:
+            raise CheckpointError(
+                f"the model of the checkpoint {path} has other parameters than the config's model:"
+                f" {first_of(odd, 1)}; expected checkpoints of one training run",
+                hint="a folder of another model, or an adapter where the config has none",
+            )
+        config = self.config.model_copy(update={"model": section})
+        return replace(self, config=config, loaded=loaded, model=model, objective=objective)
 
     @property
     def randomness(self) -> str:
@@ -198,8 +205,7 @@ def checkpoint_models(run: Setup) -> list[CheckpointModel]:
         require_checkpoint(base / path)
     met: dict[str, Path] = {}
     for path in paths:
-        section = run.config.model.model_copy(update={"checkpoint": path})
-        weights = identify(run.another(section, in_files=run.supply is not None).model).weights_sha256
+        weights = identify(run.model_at(path).model).weights_sha256
         if weights in met:
             raise same_weights(met[weights], path, "analyze.checkpoints")
         met[weights] = path
@@ -228,24 +234,3 @@ def checkpoints_sha256(run: Setup) -> dict[str, str]:
     return {
         str(path): checkpoint_hash(run.config.base / path) for path in run.config.analyze.checkpoints or []
     }
-
-
-def at_weights(objective: Objective, model: nn.Module, path: object) -> Objective:
-    """The objective with the model of another checkpoint. Raises CheckpointError where it has other
-    parameters.
-    """
-    found = objective.with_model(model)
-    ours, theirs = (
-        {name: tuple(value.shape) for name, value in each.params.items()} for each in (objective, found)
-    )
-    odd = sorted({name for name, _ in ours.items() ^ theirs.items()})
-    if odd:
-        raise CheckpointError(
-            one_line(
-                f"the model of the checkpoint {path} has other parameters than the config's model: {odd[0]}"
-                + (f" and {len(odd) - 1} more" if len(odd) > 1 else ""),
-                "expected checkpoints of one training run",
-            ),
-            hint="a folder of another model, or an adapter where the config has none",
-        )
-    return found

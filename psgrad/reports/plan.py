@@ -41,13 +41,12 @@ def totals(result: PlanResult) -> list[str]:
     seconds, of_chunk = duration(result.seconds), duration(result.chunk_seconds)
     chunks = count(-(-result.rows // result.chunk_size), "chunk")
     materialised = listed_names([each.parameter for each in result.parameters if not each.factored])
-    moved = f"; {amount(result.moved_bytes)} come to the device a chunk" if result.moved_bytes else ""
     return [
         f"chunk size   {result.chunk_size:,}, {chunks} for {count(result.rows)}",
         f"time         {seconds} for the gradients, {of_chunk} a chunk, by two chunks that were run",
         f"memory       {amount(result.total_bytes)} at its highest: a pass {amount(result.peak_bytes)},"
         f" a chunk's inputs {amount(result.input_bytes)}, the parameters {amount(result.parameter_bytes)}",
-        f"weights      {result.parameters_live}: {result.parameters_reason}{moved}",
+        f"weights      {result.parameters_live}: {result.parameters_reason}",
         *(
             [f"recompute    {len(result.recomputed)} blocks run again: {listed_names(result.recomputed)}"]
             if result.recomputed

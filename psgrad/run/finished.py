@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from psgrad.errors import DataError, one_line
+from psgrad.errors import DataError
 from psgrad.run.folders import MANIFEST, MEASURES, RunFolder, file_name, manifest_of
 from psgrad.run.results import AnalyzeResult, CheckResult, MeasureResult, TopSample
 from psgrad.run.results.check import check_content
@@ -71,7 +71,7 @@ def require_typed(frame: pd.DataFrame, path: Path) -> None:
     for name, (is_kind, what) in expected.items():
         if name in frame and not is_kind(frame[name]):
             raise DataError(
-                one_line(f"the column {name} of {path} is of type {frame[name].dtype}", "expected " + (what)),
+                f"the column {name} of {path} is of type {frame[name].dtype}; expected {what}",
                 hint="the table was changed after the run; run psgrad analyze again",
             )
 

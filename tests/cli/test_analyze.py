@@ -52,33 +52,6 @@ def test_the_table_and_the_path_go_to_stdout_and_words_to_stderr(
     assert "self-check: worst relative error 2.1e-07 over 3 samples" in err
 
 
-def test_options_reach_the_workflow(config: Path, workflow: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-
-    def analyze(config: Any, **options: Any) -> Any:
-        seen.update(config=config, **options)
-        return frames.result(frames.classification(30))
-
-    workflow(analyze)
-    options = [
-        "--output",
-        "1e3: no",
-        "--set",
-        "analyze.top=5",
-        "--set",
-        "engine.device=cpu",
-        "--set",
-        "output=other",
-        "--overwrite",
-    ]
-    options += ["--limit", "0.25", "--no-report"]
-    assert _run(monkeypatch, "analyze", config, *options) == 0
-    assert seen["config"].output == Path("1e3: no")
-    assert seen["config"].analyze.top == 5
-    assert seen["config"].engine.device == "cpu"
-    assert (seen["overwrite"], seen["resume"], seen["limit"], seen["report"]) == (True, False, 0.25, False)
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -137,8 +110,3 @@ def test_escape_sequences_in_a_message_do_not_reach_the_terminal(
     workflow(_raise(DataError("the id '\x1b[2J' is there twice")))
     assert _run(monkeypatch, "analyze", config) == 3
     assert "the id '\\x1b[2J' is there twice" in capfd.readouterr().err
-
-
-def test_unknown_options_exit_2(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _run(monkeypatch, "analyze", config, "--wat") == 2
-    assert _run(monkeypatch, "analyse") == 2

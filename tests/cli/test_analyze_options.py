@@ -91,12 +91,6 @@ def test_quiet_says_nothing_but_errors(workplace: Workplace) -> None:
     assert "error: " in workplace.analyze("-q", "--set", "engine.verify=-1").err
 
 
-@pytest.mark.long
-def test_progress_may_be_lines_or_nothing(workplace: Workplace) -> None:
-    assert f"samples: {ROWS}/{ROWS} samples" in workplace.succeeded("--no-report", "--progress", "plain").err
-    assert "/24 samples" not in workplace.succeeded(*LIGHT, "--overwrite").err
-
-
 def test_resume_of_a_finished_run_gives_that_run(workplace: Workplace) -> None:
     first = workplace.succeeded(*LIGHT)
     before = (workplace.folder / "out" / "manifest.json").read_bytes()
@@ -145,18 +139,6 @@ def test_sample_draws_rows_by_the_seed_and_resumes_as_the_same(workplace: Workpl
     assert workplace.command("select", "out", "--where", "label == 1", "--output", "ones.csv").code == 0
     ones = workplace.samples().query("target == 1")
     assert pd.read_csv("ones.csv")["id"].tolist() == ones["id"].tolist()
-
-
-@pytest.mark.long
-def test_sample_of_a_sorted_file_sees_all_classes_and_a_report_of_it_opens(workplace: Workplace) -> None:
-    order = np.argsort(workplace.arrays["y"], kind="stable")
-    workplace.save(**{name: each[order] for name, each in workplace.arrays.items()})
-    workplace.config["data"].pop("id")
-    workplace.succeeded("--limit", "12", "--sample")
-    frame = workplace.samples()
-    assert set(frame["target"]) == {0, 1, 2}
-    assert frame["id"].astype(int).tolist() == frame["dataset_row"].tolist()
-    assert "12 of 24 samples, drawn at random," in (workplace.folder / "out" / "report.html").read_text()
 
 
 def test_sample_needs_a_limit(workplace: Workplace) -> None:

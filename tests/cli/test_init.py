@@ -4,8 +4,6 @@ anything away.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -104,22 +102,6 @@ def test_what_is_written_is_right(
     assert run(monkeypatch, "validate", "new/psgrad.yaml") == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_code_that_is_written_is_clean(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(monkeypatch, "init", tmp_path, "--kind", kind) == 0
-    config = Path(__file__).parents[2] / "pyproject.toml"
-    for command in (["check", "--config", str(config)], ["format", "--check", "--config", str(config)]):
-        done = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, str(tmp_path)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_runs_as_written(
@@ -149,16 +131,6 @@ def test_init_replaces_no_file(
     assert mine.read_text() == "mine"
 
 
-def test_init_again_completes_what_it_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "init", tmp_path) == 0
-    (tmp_path / "psgrad.yaml").unlink()
-    capfd.readouterr()
-    assert run(monkeypatch, "init", tmp_path) == 0
-    assert capfd.readouterr().out.split() == [str(tmp_path / "psgrad.yaml")]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_init_writes_a_short_config_and_all_keys_with_full(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,14 +144,6 @@ def test_init_writes_a_short_config_and_all_keys_with_full(
     assert len(short.splitlines()) <= 20
     assert parse(short, "config").content == parse(full, "config").content
     assert set(keys_of(Config)) <= set(keys_in(uncommented(full)))
-
-
-def test_a_link_that_leads_nowhere_is_not_written_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "psgrad.yaml").symlink_to(tmp_path / "elsewhere")
-    assert run(monkeypatch, "init", tmp_path) == 2
-    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_file_in_the_way_of_the_folder(
@@ -202,11 +166,3 @@ def test_a_kind_is_no_folder(
     assert "names a folder, and tabular is a kind of samples" in err
     assert "hint: psgrad init --kind tabular, or a folder of another name" in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unknown_kind_is_reported_with_those_that_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "init", tmp_path, "--kind", "sound") == 2
-    err = capfd.readouterr().err
-    assert all(kind in err for kind in KINDS)

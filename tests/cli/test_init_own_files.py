@@ -184,38 +184,21 @@ def test_init_into_another_folder_has_paths_relative_to_it(workplace: Workplace)
     assert (config.model.pretrained, str(config.data.path)) == ("../pretrained", "../t.csv")
 
 
-def adapter_folder(place: Workplace, base: str | None, kind: str = "CAUSAL_LM") -> None:
-    (place.folder / "adapter").mkdir()
-    about = {"base_model_name_or_path": base, "task_type": kind, "peft_type": "LORA"}
-    (place.folder / "adapter" / "adapter_config.json").write_text(json.dumps(about))
-
-
-def test_init_from_an_adapter_names_its_base(workplace: Workplace) -> None:
-    adapter_folder(workplace, str(model_folder(workplace, "LlamaForCausalLM")))
-    config, outcome = written(workplace, "--from", "adapter")
-    assert (config["model"]["pretrained"], config["model"]["adapter"]) == ("pretrained", "adapter")
-    assert config["data"]["text"] == "text"
-    assert "no --data was given: the names of file and columns are examples" in outcome.err
-
-
-def test_init_from_an_adapter_without_a_base_is_refused(workplace: Workplace) -> None:
-    adapter_folder(workplace, None)
-    words = "adapter_config.json names the base model None and the task CAUSAL_LM"
-    workplace.command("init", "--from", "adapter").refused(3, words, "write both into it")
-
-
 def test_init_data_without_a_model_is_refused(workplace: Workplace) -> None:
     workplace.command("init", "--data", "t.csv").refused(2, "--data was given without --from")
+
+
+DATA = ("--data", "data.npz")
 
 
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (("--from", "nowhere"), 3, "there is no nowhere/config.json"),
-        (("--from", "pretrained"), 3, "names the architecture BertModel"),
-        (("--from", "pretrained", "--kind", "text"), 2, "--from was given together with --kind"),
-        (("--from", "model.py"), 2, "--from model.py:NAME, of a function"),
-        (("--from", "model.py:mlp"), 2, "--from names a factory, and no --data was given"),
+        (("--from", "nowhere", *DATA), 3, "there is no nowhere/config.json"),
+        (("--from", "pretrained", *DATA), 3, "names the architecture BertModel"),
+        (("--from", "pretrained", *DATA, "--kind", "text"), 2, "--from was given together with --kind"),
+        (("--from", "model.py", *DATA), 2, "--from model.py:NAME, of a function"),
+        (("--from", "model.py:mlp"), 2, "--from was given without --data"),
     ],
 )
 def test_init_from_what_is_no_model_is_reported(

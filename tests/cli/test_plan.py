@@ -7,7 +7,6 @@ import json
 import pytest
 import yaml
 
-from psgrad.reports.words import amount, duration
 from tests.workplace import Outcome, Workplace
 
 ROWS = 5000
@@ -99,18 +98,3 @@ class Model(nn.Module):
     assert outcome.code == 3
     assert "row 0" in outcome.err
     assert "Traceback" not in outcome.err
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (18_156_000, "18.2 MB"), (3e12, "3 TB"), (5e15, "5e+03 TB")],
-)
-def test_bytes_have_units(size: float, text: str) -> None:
-    assert amount(size) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0123, "12.3 ms"), (4.56, "4.56 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
-)
-def test_seconds_have_units(seconds: float, text: str) -> None:
-    assert duration(seconds) == text

@@ -7,7 +7,6 @@ import io
 import pytest
 
 from psgrad.cli.progress import BarDisplay, PlainDisplay, progress_display
-from psgrad.reports.words import duration
 from psgrad.run.results import Progress
 
 
@@ -35,15 +34,6 @@ def test_plain_lines_come_every_ten_seconds_at_most_and_at_the_end() -> None:
         "gradients: 2,000/2,400 samples, 100 samples/s, 4 s left",
         "gradients: 2,400/2,400 samples, 100 samples/s",
     ]
-
-
-def test_plain_lines_of_many_short_phases_come_every_ten_seconds_at_most() -> None:
-    stream, clock = io.StringIO(), Clock()
-    with PlainDisplay(stream, clock) as display:
-        for second in range(60):
-            clock.now = float(second)
-            display(Progress(3, 3, f"checkpoint-{second}"))
-    assert len(stream.getvalue().splitlines()) == 6
 
 
 def test_messages_come_at_once_and_the_last_phase_has_a_line() -> None:
@@ -79,31 +69,6 @@ def test_a_message_amid_or_after_a_phase_is_no_progress_of_it() -> None:
     ]
 
 
-def test_steps_are_counted_as_steps_with_what_goes_along() -> None:
-    """Those of an earlier run are done, and say nothing of this one's speed."""
-    stream, clock = io.StringIO(), Clock()
-    with PlainDisplay(stream, clock) as display:
-        for done in range(100, 111):
-            clock.now = (done - 100) / 2
-            display(Progress(done, 300, "steps", unit="step", detail=f"epsilon {done / 100} (RDP)"))
-    assert stream.getvalue().splitlines() == [
-        "steps: 110/300 steps, 2 steps/s, 1 min 35 s left, epsilon 1.1 (RDP)"
-    ]
-
-
-def test_a_run_that_fails_still_says_how_far_it_came() -> None:
-    stream, clock = io.StringIO(), Clock()
-
-    def fail() -> None:
-        with PlainDisplay(stream, clock) as display:
-            display(Progress(5, 10, "gradients"))
-            raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        fail()
-    assert stream.getvalue() == "gradients: 5/10 samples\n"
-
-
 def test_a_terminal_gets_a_bar_and_its_messages_are_no_markup() -> None:
     stream = Terminal()
     with BarDisplay(stream) as display:
@@ -134,13 +99,6 @@ def test_the_display_fits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("CI", "true")
     assert isinstance(progress_display(stream=Terminal()), PlainDisplay)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
-)
-def test_durations(seconds: float, words: str) -> None:
-    assert duration(seconds, whole=True) == words
 
 
 def test_phase_without_a_count_shows_its_detail() -> None:

@@ -56,15 +56,6 @@ def test_another_folder_takes_the_report_and_the_run_stays_as_it_was(workplace: 
     }
 
 
-@pytest.mark.sweep
-def test_inputs_stay_out_where_the_run_left_them_out(workplace: Workplace) -> None:
-    workplace.config["report"] = {"include_inputs": False}
-    workplace.succeeded()
-    assert not (workplace.folder / "out" / "inputs").exists()
-    assert workplace.command("report", "out").code == 0
-    assert 'id="inputs"' not in (workplace.folder / "out" / "report.html").read_text()
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -102,23 +102,6 @@ def test_columns_of_a_second_pass_in_float64_by_processes(workplace: Workplace, 
     assert_same_runs(workplace.folder / "one", workplace.folder / "several", rounded=TWICE)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize(
-    "name",
-    [*(pytest.param(name, marks=SWEPT) for name in ("digits", "digits-checkpoints", "text")), "digits-gate"],
-)
-def test_config_of_an_example_by_processes(workplace: Workplace, name: str, count: int) -> None:
-    """With the verdict of its gate, where it has one: 200 rows fail it if no outlier is allowed."""
-    options = ["--no-report", "--limit", "200", "--set", "engine.chunk_size=32"]
-    gated = name == "digits-gate"
-    check = ["--check", "--set", "gate.max_outliers=0"] if gated else []
-    ended = run_both(workplace, count, "analyze", str(CONFIGS / f"{name}.yaml"), *options, *check)
-    assert ended[0].code == (1 if gated else 0)
-    assert_same_runs(workplace.folder / "one", workplace.folder / "several")
-
-
 @SWEPT
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [2, 3, 4])

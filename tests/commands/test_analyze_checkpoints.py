@@ -16,15 +16,11 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from torch import nn
 
-import benchmarks.checkpoints as script
 import psgrad.commands.setup as moments
-from psgrad.commands.analyze import analyze
-from psgrad.config import load_config
 from tests.workplace import Workplace
 
 MEASURES = ["trajectory", "grand", "el2n_over_checkpoints", "forgetting", "vog"]
 FILES = ["first.safetensors", "second.safetensors", "third.safetensors"]
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
@@ -154,24 +150,3 @@ def test_a_run_does_not_go_on_with_other_checkpoints(
     training.refused(
         2, "was begun with something else", "analyze.checkpoints (their content)", options=("--resume",)
     )
-
-
-@pytest.mark.sweep
-def test_the_example_of_checkpoints_finds_flipped_labels(tmp_path: Path) -> None:
-    config = load_config(CONFIGS / "digits-checkpoints.yaml", [f"output={tmp_path / 'run'}"])
-    result = analyze(config, report=False)
-    frame = result.samples
-    flipped = frame["id"].isin(
-        [each["id"] for each in json.loads((CONFIGS / "digits" / "flipped.json").read_text(encoding="utf-8"))]
-    )
-    assert flipped.sum() == 54
-    for name in ("grand", "el2n_mean", "forgetting_events"):
-        assert frame.loc[flipped, name].median() > frame.loc[~flipped, name].quantile(0.9)
-    assert frame.loc[flipped, "mean_confidence"].median() < frame.loc[~flipped, "mean_confidence"].quantile(
-        0.1
-    )
-
-
-def test_the_benchmark_counts_ties_by_their_share() -> None:
-    flipped = np.array([True, True, False, False, True])
-    assert script.found(np.array([9.0, 5.0, 5.0, 1.0, 0.0]), flipped) == 1 + 2 * 0.5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,7 +14,6 @@ from safetensors.torch import save_file
 from tests.oracles import one_sample_gradients
 from tests.workplace import CLASSES, FEATURES, Workplace
 
-ROOT = Path(__file__).parents[2]
 TRUSTED = 60
 TABLE = """
 class Model(nn.Module):
@@ -172,18 +170,6 @@ def test_a_loss_of_tokens_on_one_class_per_row_is_refused(judged: Workplace) -> 
     judged.config["analyze"] = {}
     judged.config["loss"] = "token_cross_entropy"
     judged.refused(3, "the target [] of one sample don't go together in token_cross_entropy")
-
-
-@pytest.mark.long
-def test_the_example_with_a_gate_runs_as_written(judged: Workplace) -> None:
-    command = judged.command("analyze", str(ROOT / "configs" / "digits-gate.yaml"), "--output", "gate")
-    assert command.code == 0, command.err
-    found = pd.read_json(ROOT / "configs" / "digits" / "flipped.json")["id"]
-    frame = judged.samples("gate")
-    flagged = frame.loc[frame["is_outlier_issue"], "id"]
-    assert flagged.isin(found).sum() >= 50
-    assert len(flagged) < 75
-    assert judged.command("check", "gate").code == 1
 
 
 @pytest.mark.long

@@ -10,11 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from psgrad.commands.influence_index import described_index
-from psgrad.commands.influence_inputs import first_run
 from psgrad.commands.setup import Setup, set_up
 from psgrad.config import load_config
-from psgrad.engine.execution.ranks import OneProcess
 from tests.text_tasks import CASES
 from tests.workplace import Outcome, run_command
 
@@ -52,10 +49,6 @@ def test_auto_is_the_precision_of_the_base(saved: str, computed: str, tmp_path: 
     assert {each.dtype for each in run.objective.params.values()} == {wide}
 
 
-def test_auto_precision_of_pickled_weights(tmp_path: Path) -> None:
-    assert loaded(write(tmp_path, "bfloat16", pickled=True)).config.engine.dtype == "bfloat16"
-
-
 def test_a_precision_that_the_config_names_is_kept(tmp_path: Path) -> None:
     run = loaded(write(tmp_path, "bfloat16", "float32"))
     assert (run.config.engine.dtype, run.autocast) == ("float32", None)
@@ -85,10 +78,3 @@ def analyzed(
     path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *options: str
 ) -> Outcome:
     return run_command(monkeypatch, capfd, "analyze", str(path), *options)
-
-
-def test_index_is_described_by_the_precision_that_auto_is(tmp_path: Path) -> None:
-    path = write(tmp_path, "bfloat16")
-    path.write_text(path.read_text() + "influence: {queries: {rows: [0]}, index: {path: index}}\n")
-    config = load_config(path)
-    assert described_index(config, first_run(config, OneProcess()))["fingerprint"]["dtype"] == "bfloat16"

@@ -181,37 +181,6 @@ def test_an_index_that_follows_its_data_numbers_them_as_it_was_built() -> None:
         psgrad.influence(_index("train.csv", class_names=names[::-1]), model=Model(), overwrite=True)
 
 
-@pytest.mark.parametrize("outputs", ["a vector of classes", "another shape"])
-def test_names_of_a_file_for_a_loss_of_ones_own(outputs: str) -> None:
-    rows(without="stay").to_csv("batch.csv", index=False)
-    rows().to_csv("whole.csv", index=False)
-    own = Model() if outputs == "a vector of classes" else nn.Sequential(Model(), nn.Unflatten(-1, (3, 1)))
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(output.reshape(1, 3), target[None])
-
-    section = {**config("batch.csv"), "loss": None}
-    assert "data.class_names" in refused(DataError, section, model=own, loss=loss)
-    section = {**config("whole.csv"), "loss": None}
-    if outputs == "a vector of classes":
-        assert analyze(section, model=own, loss=loss).class_names == sorted(NAMES)
-    else:
-        assert "does not tell how many classes" in refused(DataError, section, model=own, loss=loss)
-
-
-def test_a_folder_of_images_without_a_class_is_refused(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    for name in ("cat", "dog"):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(tmp_path / "images" / name / "0.png")
-    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
-    section = {"loss": "cross_entropy", "data": {"images": "images"}, "output": "out"}
-    said = refused(DataError, section, model=model)
-    assert "cat (1 row: row 0), dog (1 row: row 1)" in said
-    section["data"] = {"images": "images", "class_names": ["cat", "cow", "dog"]}
-    assert analyze(section, model=model).samples["target"].tolist() == [0, 2]
-
-
 def test_dataset_with_names_in_another_order_than_the_classes_is_refused() -> None:
     datasets = pytest.importorskip("datasets")
     frame = rows()

@@ -14,7 +14,6 @@ from psgrad.commands.measure_setup import measures_of
 from psgrad.config import load_config
 from psgrad.engine.measures.builtin.projected_gradients import GradientProjection
 from psgrad.errors import MeasureError
-from psgrad.plugins import MEASURES, own_classes
 from psgrad.run.finished import load_run
 from tests.workplace import CLASSES, ROWS, Workplace
 
@@ -80,11 +79,6 @@ def test_a_run_has_the_columns_tables_and_arrays(workplace: Workplace) -> None:
 def test_wrong_options_are_reported(workplace: Workplace, measure: dict[str, Any], words: str) -> None:
     workplace.config["analyze"] = {"measures": [measure]}
     workplace.refused(2, words)
-
-
-def test_each_known_measure_can_be_named(workplace: Workplace) -> None:
-    for name, kind in own_classes(MEASURES).items():
-        assert isinstance(measures(workplace, {"measures": [name]})[-1], kind)
 
 
 @pytest.mark.long

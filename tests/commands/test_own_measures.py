@@ -190,12 +190,3 @@ def test_part_of_one_that_gathers_in_its_second_pass_is_refused(workplace: Workp
     workplace.refused(3, SECOND_PASS, "gather in `columns`", options=("--part", "2/2"))
     workplace.refused(3, SECOND_PASS, options=("--part", "1/2"))
     workplace.command("merge", "out").refused(3, "rows of the pass samples-again are missing")
-
-
-@pytest.mark.sweep
-def test_ranks_with_one_that_gathers_in_its_second_pass_are_refused(workplace: Workplace) -> None:
-    use(workplace, GATHERING.format(where="columns_again") + MERGE)
-    workplace.config["engine"] = {"chunk_size": 4}
-    ended = in_ranks(workplace)
-    assert {each.code for each in ended} == {3}, ended
-    assert SECOND_PASS in ended[0].err + ended[1].err

@@ -6,7 +6,6 @@ test_all_by_processes.py.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import shutil
@@ -26,7 +25,7 @@ from psgrad.run.shards import Shards
 from tests.commands.same_runs import assert_same_runs
 from tests.forked_ranks import EndedRank, Plant, die, run_ranks
 from tests.influence_workplace import InfluenceWorkplace
-from tests.workplace import ROWS, Workplace
+from tests.workplace import Workplace
 
 MEASURES = ["noise_scale", "signal_to_noise", "relative_norm", "cosine_to_class_mean"]
 # A pass of its own that takes a second for a row, long enough to be killed in.
@@ -218,11 +217,6 @@ def test_two_processes_equal_one(place: Workplace) -> None:
     outcome = run(place, "--processes", "2", "--output", "two")
     assert outcome.returncode == 0, outcome.stderr
     assert outcome.stdout.count("two\n") == 1  # one process alone prints
-    ranks = json.loads((place.folder / "two/manifest.json").read_text())["ranks"]
-    assert (ranks["processes"], ranks["backend"]) == (2, "gloo")
-    assert 0 < ranks["balance"] <= 1
-    assert [each["rank"] for each in ranks["each"]] == [0, 1]
-    assert sum(each["rows"] for each in ranks["each"]) == 2 * ROWS  # in two passes
     place.succeeded("--no-report")
     assert_same_runs(place.folder / "out", place.folder / "two")
 

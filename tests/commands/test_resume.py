@@ -17,12 +17,11 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
 
 from psgrad.commands.analyze import analyze, limited
 from psgrad.commands.check import check
 from psgrad.config import load_config
-from psgrad.errors import ConfigError, OutputExistsError
+from psgrad.errors import ConfigError
 from psgrad.run.results import AnalyzeResult, Progress
 from tests.workplace import ROWS, Workplace
 
@@ -83,13 +82,6 @@ def test_without_a_run_resume_begins_one(quick: Workplace) -> None:
     assert len(run(quick, resume=True).samples) == ROWS
 
 
-def test_an_interrupted_run_is_not_begun_anew_by_accident(quick: Workplace) -> None:
-    interrupted(quick)
-    with pytest.raises(OutputExistsError):
-        run(quick)
-    assert len(pd.read_parquet(quick.folder / "out" / "parts" / "samples")) == 12
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -115,13 +107,6 @@ def test_what_changed_is_refused_with_the_difference(
     assert words in message
     assert "--overwrite" in message
     assert len(pd.read_parquet(quick.folder / "out" / "parts" / "samples")) == 12
-
-
-@pytest.mark.long
-def test_analyze_resume_checkpoint_saved_again_with_the_same_weights(quick: Workplace) -> None:
-    interrupted(quick)
-    save_file(quick.model.state_dict(), quick.folder / "model.safetensors", {"note": "other bytes"})
-    assert len(run(quick, resume=True).samples) == ROWS
 
 
 def test_a_limit_is_part_of_a_run(quick: Workplace) -> None:

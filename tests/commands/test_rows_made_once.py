@@ -85,15 +85,6 @@ def test_analyze_makes_each_row_once(workplace: Any, data: Any, measures: list[s
     assert again.samples["loss"].tolist() == first.samples["loss"].tolist()
 
 
-def test_analyze_of_drawn_rows_makes_no_others(workplace: Any) -> None:
-    found = analyze(config_of(workplace.folder), limit=4, sample=True, report=False)
-    # A few rows tell whether their lengths differ.
-    looked_at = {round(place * (ROWS - 1) // 31) for place in range(32)}
-    assert {*CALLS.values()} == {1}
-    assert len({*CALLS} - looked_at) <= 8
-    assert {*found.samples["dataset_row"]} <= {*CALLS}
-
-
 @pytest.mark.parametrize("command", [influence, influence_index])
 def test_influence_and_index_make_each_row_once(workplace: Any, command: Callable[..., Any]) -> None:
     said: list[tuple[int, Progress]] = []

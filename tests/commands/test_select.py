@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import psgrad
 from psgrad.config import DataConfig
-from psgrad.data.sources.csv_files import long_cells
 from psgrad.data.sources.selection import content_of, whole_rows
-from psgrad.errors import DataError
 from tests.influence_workplace import InfluenceWorkplace
 from tests.workplace import ROWS, Workplace
 
@@ -119,18 +115,6 @@ def test_select_rows_of_json_and_arrow(workplace: Workplace, suffix: str) -> Non
     assert np.array_equal(found[COLUMNS].to_numpy(), wanted[COLUMNS].to_numpy())
 
 
-def test_select_csv_with_long_cells_and_odd_line_ends(tmp_path: Path) -> None:
-    cells = [["a", "b"], ["x" * 200_000, "1\r2"], ["\ufeffé", 'say "hi", twice']]
-    with (tmp_path / "data.csv").open("w", newline="", encoding="utf-8-sig") as file:
-        csv.writer(file, lineterminator="\r\n").writerows([cells[0], [], *cells[1:]])
-    data = DataConfig.model_validate({"path": "data.csv", "inputs": "a", "target": "b"})
-    rows, count = whole_rows(data, tmp_path, range(9))
-    (tmp_path / "clean.csv").write_bytes(content_of(rows, ".csv"))
-    with (tmp_path / "clean.csv").open(newline="", encoding="utf-8") as file, long_cells():
-        assert list(csv.reader(file)) == cells
-    assert count == 2
-
-
 @pytest.mark.parametrize("name", ["data.csv", "data.tsv"])
 def test_select_no_row_keeps_the_columns(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("a,b\n1,2\n3,4\n".replace(",", "\t" if name == "data.tsv" else ","))
@@ -148,13 +132,6 @@ def test_select_lines_of_text(tmp_path: Path) -> None:
     assert content_of(found, ".jsonl") == b'{"text": "one"}\n{"text": "three"}\n'
 
 
-def test_select_values_that_a_format_does_not_have() -> None:
-    with pytest.raises(DataError, match="the rows hold bytes"):
-        content_of(pa.table({"image": [b"\x00"]}), ".jsonl")
-    with pytest.raises(DataError, match="can't be written as parquet"):
-        content_of([{"x": 1}, {"x": "a"}], ".parquet")
-
-
 def test_ids_of_rows_of_arrays_come_in_each_format(workplace: Workplace) -> None:
     workplace.succeeded("--no-report")
     kept = kept_rows(workplace.samples())
@@ -165,38 +142,6 @@ def test_ids_of_rows_of_arrays_come_in_each_format(workplace: Workplace) -> None
     assert pd.read_csv("clean.csv").to_dict("list") == wanted
     assert pd.read_json("clean.jsonl", lines=True).to_dict("list") == wanted
     assert pd.read_parquet("clean.parquet").to_dict("list") == wanted
-
-
-def test_lists_of_no_rows_have_their_columns(workplace: Workplace) -> None:
-    workplace.succeeded("--no-report")
-    selected(workplace, "loss < 0", "none.csv", "--rejected", "all.csv")
-    selected(workplace, "loss >= 0", "some.csv", "--rejected", "none.txt")
-    selected(workplace, "loss >= 0", "again.csv", "--rejected", "empty.csv")
-    texts = [(workplace.folder / name).read_text() for name in ("none.csv", "none.txt", "empty.csv")]
-    assert texts == ["id,index\n", "", "id,index,reason\n"]
-
-
-@pytest.mark.long
-def test_rows_of_the_datasets_library_become_parquet(workplace: Workplace) -> None:
-    datasets = pytest.importorskip("datasets")
-    kinds = datasets.Features(
-        x=datasets.Sequence(datasets.Value("float32")), y=datasets.ClassLabel(names=["a", "b", "c"])
-    )
-    columns = {"x": workplace.arrays["x"].tolist(), "y": workplace.arrays["y"].tolist()}
-    table = datasets.Dataset.from_dict(columns, kinds)
-    datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk("set")
-    workplace.config["data"] = {"dataset": "set", "split": "train[4:]", "inputs": "x", "target": "y"}
-    workplace.succeeded("--no-report")
-    rows = [4 + row for row in kept_rows(workplace.samples())]
-    selected(workplace, "percentile < 80", "clean.parquet")
-    found = datasets.Dataset.from_parquet("clean.parquet", cache_dir="cache")
-    assert found.to_list() == table.select(rows).to_list()
-    assert found.features == table.features
-    changed = datasets.DatasetDict({"train": table.select(range(ROWS)[::-1]), "test": table.select([0])})
-    shutil.rmtree("set")
-    changed.save_to_disk("set")
-    outcome = workplace.command("select", "out", "--where", "percentile < 80", "--output", "more.parquet")
-    outcome.refused(3, "are not those of the run in out")
 
 
 def test_images_of_a_folder_come_as_a_list(workplace: Workplace) -> None:
@@ -271,12 +216,6 @@ def test_rows_that_were_not_measured_are_left_out_and_reported(workplace: Workpl
     assert pd.read_csv("some.csv")["id"].tolist() == workplace.arrays["uid"][:9].tolist()
 
 
-def test_select_from_python(workplace: Workplace) -> None:
-    workplace.succeeded("--no-report")
-    found = psgrad.select("out", "target == 1", output="ones.csv")
-    assert (found.rows, found.in_dataset) == (int((workplace.arrays["y"] == 1).sum()), ROWS)
-
-
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
@@ -292,7 +231,6 @@ def test_select_from_python(workplace: Workplace) -> None:
         (("label == 1", "clean.csv", "--by", "loss", "--top", "200%"), 2, "--top 200% is no amount"),
         (("label == 1", "config.yaml"), 2, "config.yaml ends in .yaml"),
         (("label == 1", "there.csv"), 2, "there.csv exists"),
-        (("label == 1", "no/such/folder/clean.csv"), 3, "can't be written: No such file or directory"),
     ],
 )
 def test_what_can_not_be_selected_is_reported(

@@ -84,29 +84,6 @@ def test_text_task_runs_analyze_influence_and_dp_step_from_one_yaml(
         assert manifest["config"]["data"]["class_names"] == ["dull", "fine", "odd"]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("", ("no problems found",)),
-        ("target: text", ("the label 'the cat sat on the mat' in row 0", "expected one of dull, fine, odd")),
-        ("target: label, max_length: 5", ("has 8 tokens", "expected at most 5")),
-    ],
-)
-def test_validate_looks_at_texts(
-    change: str,
-    words: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    path = CASES["classification"].write(tmp_path)
-    if change:
-        path.write_text(path.read_text().replace("target: label", change))
-    outcome = run_command(monkeypatch, capfd, "validate", str(path))
-    assert outcome.code == (3 if change else 0)
-    assert all(word in outcome.out + outcome.err for word in words), outcome
-
-
 @pytest.mark.parametrize("said", [False, True])
 def test_multi_label_head_needs_a_loss_of_several_labels(
     said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

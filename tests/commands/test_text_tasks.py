@@ -4,7 +4,6 @@ loss on each row alone.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 
 import psgrad
 from psgrad.commands.setup import PADDING_NOTE
-from psgrad.errors import ConfigError, PsgradError
+from psgrad.errors import ConfigError
 from tests.text_tasks import CASES
 
 
@@ -68,24 +67,3 @@ def test_analyze_refuses_the_loss_of_one_label_for_a_task_with_one_for_each_toke
     path = CASES["tokens"].write(tmp_path, extra="loss: cross_entropy")
     with pytest.raises(ConfigError, match="token-classification has a label for each token, and the loss"):
         psgrad.analyze(path, report=False)
-
-
-@pytest.mark.parametrize("name", ["classification", "tokens"])
-def test_tokenizer_of_bytes_has_no_vocabulary_in_its_folder(name: str, tmp_path: Path) -> None:
-    """ByT5's is written in Python, and tells no words: a task of words is refused by name."""
-    transformers = pytest.importorskip("transformers", reason="the extra hugging-face is not installed")
-    sizes = {"vocab_size": 400, "max_position_embeddings": 256}
-    case = replace(CASES[name], config={**(CASES[name].config or {}), **sizes})
-    path = case.write(tmp_path, dtype="float64")
-    for file in (tmp_path / "model").glob("token*"):
-        file.unlink()
-    transformers.ByT5Tokenizer().save_pretrained(tmp_path / "model")
-    if name == "tokens":
-        with pytest.raises(
-            PsgradError, match="the tokenizer ByT5Tokenizer does not tell the word of a token"
-        ):
-            psgrad.analyze(path, report=False)
-        return
-    found = psgrad.analyze(path, report=False).samples.sort_values("index")
-    norms = torch.from_numpy(found["grad_norm"].to_numpy(copy=True))
-    torch.testing.assert_close(norms, case.norms(tmp_path), rtol=1e-9, atol=0)

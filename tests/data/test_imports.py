@@ -131,7 +131,7 @@ def test_a_factory_that_raises_names_the_users_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "expected"),
     [
-        ({"widht": 3}, "missing a required argument: 'width'; expected its arguments are width, depth"),
+        ({"widht": 3}, "missing a required argument: 'width'; its arguments are width, depth"),
         ({"width": 1, "dept": 3}, "got an unexpected keyword argument 'dept'"),
     ],
 )

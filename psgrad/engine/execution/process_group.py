@@ -68,7 +68,6 @@ class RankGroup(Processes):
         self.rank, self.size, self.leads, self.seconds = rank, size, rank == 0, seconds
         self._store = store
         self._computing = False  # in `together`
-        self._computed = self._waited = 0.0  # seconds
 
     @classmethod
     def join(cls, seconds: float) -> RankGroup:
@@ -170,7 +169,7 @@ class RankGroup(Processes):
 
     def together(self, what: str, compute: Callable[[], Result]) -> Result:
         self._require_between_passes(what)
-        raised, begun = None, time.monotonic()
+        raised = None
         self._computing = True
         try:
             result = compute()
@@ -178,17 +177,11 @@ class RankGroup(Processes):
             raised = error
         finally:
             self._computing = False
-        ended = time.monotonic()
         errors = self.texts(f"{what}, computed", "" if raised is None else json.dumps(raised.parts()))
-        self._computed += ended - begun
-        self._waited += time.monotonic() - ended
         if any(errors):
             first = error_of(json.loads(next(filter(None, errors))))
             raise raised if raised is not None and raised.parts() == first.parts() else first
         return result
-
-    def spent(self) -> tuple[float, float]:
-        return self._computed, self._waited
 
     # -- messages --------------------------------------------------------------------------------------------
 

@@ -87,10 +87,6 @@ class Processes:
         """
         return compute()
 
-    def spent(self) -> tuple[float, float]:
-        """Seconds that this process has computed in `together`, and that it has waited for others there."""
-        return 0.0, 0.0
-
 
 class OneProcess(Processes):
     """A process alone."""

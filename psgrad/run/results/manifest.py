@@ -250,11 +250,9 @@ class RunManifest:
     """manifest.json.
 
     config: as resolved. config_folder: what its paths are relative to. versions: name -> version. hashes: see
-    psgrad.commands.run_identity. identity: all that the rows of `psgrad analyze` depend on. run: the hash of
+    psgrad.commands.run_manifest. identity: all that the rows of `psgrad analyze` depend on. run: the hash of
     the identity that the run began with, which its shards have too. limit: of --limit, None for the whole
     dataset. sampled_by: the seed by which its rows were drawn; None for the first ones.
-    ranks: of a run by several processes, the backend and each process's host, rows (of a private run
-    records) and seconds.
     timings: phase -> seconds. state: running, finished, failed or interrupted.
     """
 
@@ -280,7 +278,6 @@ class RunManifest:
     influence: InfluenceFacts = InfluenceFacts()
     evaluation: dict[str, Any] | None = None
     counts: Counts = Counts()
-    ranks: dict[str, Any] | None = None
     timings: dict[str, float] = field(default_factory=dict)
     state: str | None = None
     error: str | None = None

@@ -33,9 +33,8 @@ class PlanResult(ShortRepr):
     over a chunk beyond the parameters (`parameter_bytes`) and the chunk's inputs (`input_bytes`). `replayed`
     is whether chunks will be replayed by a program, `replay_reason` why.
 
-    `parameters_live` is where the weights live (resident, offloaded), `parameters_reason` why, and
-    `moved_bytes` what of them comes to the device for a chunk. `recomputed` are the modules that run again in
-    the backward pass.
+    `parameters_live` is where the weights live (resident, offloaded), `parameters_reason` why. `recomputed`
+    are the modules that run again in the backward pass.
     """
 
     parameters: list[ParameterPlan]
@@ -50,7 +49,6 @@ class PlanResult(ShortRepr):
     replay_reason: str
     parameters_live: str = "resident"
     parameters_reason: str = ""
-    moved_bytes: int = 0
     recomputed: list[str] = field(default_factory=list)
 
     @property
