@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from psgrad.errors import ConfigError, LedgerError, OutputError
 from psgrad.run.ledger import Ledger
-from psgrad.run.ledger_lines import has_begun, parse, require_same_run
+from psgrad.run.ledger_lines import has_begun, parse
 from tests.crashes import Ended, in_a_child
 
 HEADER = {
@@ -81,13 +81,6 @@ def test_ledger_resume_continues_positions(tmp_path: Path) -> None:
         ("resume", 4),
         ("step", 5),
     ]
-
-
-def test_ledger_lines_of_other_kinds(tmp_path: Path) -> None:
-    with Ledger.create(tmp_path / "ledger.jsonl", HEADER) as ledger:
-        ledger.append({"words": "looked at"}, kind="note")
-        assert ledger.steps == []
-    assert Ledger.read(tmp_path / "ledger.jsonl").lines[1]["words"] == "looked at"
 
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -471,14 +464,6 @@ def test_ledger_resume_other_run_refused(tmp_path: Path) -> None:
     assert 'unit was null and is "row"' in words
     assert "planned" not in words
     assert path.read_bytes() == before
-
-
-def test_ledger_refusal_hides_private_values() -> None:
-    require_same_run({"fingerprint": "abc", "rows": [1, 2]}, {"rows": (1, 2)}, "the data")
-    with pytest.raises(ConfigError, match="the data is that of another run: fingerprint differs") as refusal:
-        require_same_run({"fingerprint": "abc"}, {"fingerprint": "def"}, "the data", show=False)
-    assert "abc" not in str(refusal.value)
-    assert "def" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("content", [b"my notes\n", b'{"a": 1}\n', b"x"])

@@ -18,7 +18,7 @@ from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.privacy.batches import stream_source
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
-from psgrad.engine.privacy.records import RecordReader, Records, record_loss
+from psgrad.engine.privacy.records import RecordReader, Records
 from psgrad.errors import DataError
 from psgrad.ragged import Block
 from tests.small_models import ARCHITECTURES, Architecture
@@ -130,16 +130,6 @@ def test_records_gradient_sums_rows_before_clipping(name: str) -> None:
     assert (summed - factors @ expected).norm() <= 1e-10 * expected.norm()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_records_rows_are_positions_of_terms(name: str) -> None:
-    architecture = ARCHITECTURES[NAMES.index(name)]
-    inputs, target = architecture.batch(len(USERS))
-    reader = RecordReader(Records.of_units(USERS), taking(inputs, target))
-    reader.draw(range(5))
-    gradients = stream_of(Objective(architecture.build(), architecture.loss), reader).gradients(0, 5)
-    assert gradients.unfactored == []
-
-
 def test_records_layer_stays_factored() -> None:
     model = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 4))
     inputs, target = (torch.randn(14, 50),), torch.randint(4, (14,))
@@ -229,16 +219,6 @@ def test_records_rows_draw_independently() -> None:
     assert set(kept[0].round().tolist()) == {0, 1, 2, 3, 4, 5}
     assert set(kept[1].round().tolist()) == {0, 1, 2, 3, 4}
     assert (kept - kept.round()).abs().max() < 1e-5
-
-
-def test_records_loss_without_aux() -> None:
-    def loss(params: dict[str, Tensor], inputs: tuple[Tensor, ...], target: None) -> Tensor:
-        return (params["w"] * inputs[0]).sum()
-
-    value = record_loss(loss, has_aux=False)(
-        {"w": torch.tensor(2.0)}, (torch.tensor([1.0, 10.0]), torch.tensor([0.5, 0.25])), None
-    )
-    assert value.item() == 6.0
 
 
 # -- In a stream ---------------------------------------------------------------------------------------------
