@@ -18,8 +18,6 @@ import yaml
 
 from psgrad.commands import audit_neighbours, dp_audit
 from psgrad.config import PrivacyConfig
-from psgrad.engine.gradients import weighted_sums
-from psgrad.engine.privacy import clipped_sums
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.unchanged import Unchanged
@@ -314,43 +312,6 @@ def test_what_can_not_be_audited_is_refused(private: Workplace, options: tuple[s
     assert "Traceback" not in outcome.err
     assert outcome.out == ""
     assert not os.path.lexists(private.folder / "out-audit")
-
-
-# -- records that cancel -------------------------------------------------------------------------------------
-
-
-def cancelling_pair(workplace: Workplace) -> dict[str, Any]:
-    (pair,) = [pair for pair in as_json(workplace, "--overwrite")["pairs"] if "cancel" in pair["pair"]]
-    return dict(pair)
-
-
-def plant_float32_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm sees the cancellation, and the sum is a float32 product of the scaled factors, which does
-    not.
-    """
-    monkeypatch.setattr(clipped_sums, "MOST_ABSOLUTE", float("inf"))
-    monkeypatch.setattr(
-        weighted_sums, "bounded_sum", lambda gradient, weights, norms: gradient.weighted_sum(weights).double()
-    )
-
-
-@pytest.mark.long
-@pytest.mark.every(2)
-@pytest.mark.parametrize("groups", ["flat", "parameter"])
-def test_audit_finds_float32_clipped_sums_of_cancelling_positions(
-    private: Workplace, monkeypatch: pytest.MonkeyPatch, groups: str
-) -> None:
-    private.config["privacy"]["clipping"] |= {"groups": groups}
-    pair = cancelling_pair(private)
-    assert pair["holds"]
-    assert 0.4 < pair["ratio"] <= 1
-    plant_float32_sums(monkeypatch)
-    outcome = audited(private, "--overwrite")
-    assert outcome.code == 1
-    (violation,) = (
-        line for line in outcome.out.splitlines() if "positions cancel" in line and "declared" in line
-    )
-    assert re.search(r": the sums are (1 \+ \S+|\d\S+) times the declared sensitivity apart$", violation)
 
 
 # -- state that the model keeps, and rounding ----------------------------------------------------------------
