@@ -69,14 +69,14 @@ def _used(seed: int) -> set[registry.Op]:
     def seen(op: registry.Op) -> Seen:
         return lambda x: (used.add(op), x)[1]
 
-    with _watched({op: seen(op) for op in registry._derivatives}):
+    with _watched({op: seen(op) for op in registry.operators()}):
         return used if check(exactly(seed)).kind == "equal" else set()
 
 
 @contextmanager
 def _watched(seen: dict[registry.Op, Seen]) -> Iterator[None]:
     """While it lasts, what the closures of these operators' derivatives return goes through a function."""
-    kept = {op: registry._derivatives[op] for op in seen}
+    kept = {op: rule for op in seen if (rule := registry.rules_of(op).derivative) is not None}
     try:
         for op, rule in kept.items():
             if not isinstance(rule.vjp, registry.JointVJP):
@@ -84,11 +84,11 @@ def _watched(seen: dict[registry.Op, Seen]) -> Iterator[None]:
                     {position: _through(make, seen[op]) for position, make in makers.items()}
                     for makers in (rule.vjp, rule.jvp)
                 )
-                registry._derivatives[op] = replace(rule, vjp=vjp, jvp=jvp)
+                registry.change(op, derivative=replace(rule, vjp=vjp, jvp=jvp))
         yield
     finally:
         for op, rule in kept.items():
-            registry._derivatives[op] = rule
+            registry.change(op, derivative=rule)
 
 
 def _through(make: Callable[..., Any], seen: Seen) -> Callable[..., Any]:

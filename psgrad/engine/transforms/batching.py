@@ -34,7 +34,7 @@ from psgrad.engine.transforms.operators import (
 )
 from psgrad.engine.transforms.private_torch import count_write, make_wrapper, write_count
 from psgrad.engine.transforms.refused_writes import refuse_overlapping_memory
-from psgrad.engine.transforms.rules.registry import batching_rule, decompose, rules_of, shared_draw
+from psgrad.engine.transforms.rules.registry import decompose, rules_of
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import Tracer, map_tracers, strides_of
 from psgrad.errors import TransformError
@@ -207,7 +207,7 @@ class BatchLevel(SampleAxis):
             reshape_tracer(op, args, kwargs)
             args[0].value = reshaped.value
             return args[0]
-        rule = batching_rule(op)
+        rule = rules_of(op).batching
         versions = [_version(args[position].value) for position in operator.mutated]
         if rule is not None:
             rule(self.batch, op, *args, **kwargs)
@@ -235,12 +235,12 @@ class BatchLevel(SampleAxis):
                 ),
             )
         mapped = any(self.owns(a) for a in args)
-        rule = batching_rule(op)
+        rule, shared = rules_of(op).batching, rules_of(op).same
         if rule is None:
             raise TransformError(f"the random operator {op.name()} has no batching rule{diagnostics.where()}")
         mutated = facts(op).mutated
         if self.randomness == "same":
-            if mapped and mutated and (shared := shared_draw(op)) is not None:
+            if mapped and mutated and shared is not None:
                 return aten.copy_.default(args[0], shared(self._draw_below, op, *args, **kwargs))
             if mutated and self.owns(args[0]) and not any(self.owns(a) for a in args[1:]):
                 # one draw for all samples: without the sample axis, then written to every sample
@@ -250,7 +250,6 @@ class BatchLevel(SampleAxis):
                 target.copy_(drawn.expand_as(target))
                 return args[0]
             if mapped:
-                shared = shared_draw(op)
                 if shared is not None:
                     return shared(self._draw_below, op, *args, **kwargs)
                 raise TransformError(

@@ -39,16 +39,13 @@ from psgrad.engine.transforms.tracer import map_tracers, on_active_levels
 from psgrad.errors import TransformError
 
 
-def checkpoint(func: Callable[..., Any], *args: Any, settle: bool = False, **kwargs: Any) -> Any:
+def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`func(*args, **kwargs)`; reverse mode saves only its arguments, not its intermediate values.
 
     In the backward pass `func` runs again, with the same random draws, autocast settings and swapped
     parameters (`functional_call`), and is differentiated then. This saves the memory of the intermediate
     values, and computes `func` twice. It takes and returns pytrees. Parameters and other traced values that
     it closes over are differentiated too.
-
-    settle: whether cotangents of the arguments are materialised where they would be deferred, as factors that
-    take more memory.
 
     `func` must compute the same when it runs again: values that it reads from elsewhere must not change. It
     must not write in place into its arguments, nor into values that it closes over.
@@ -64,7 +61,7 @@ def checkpoint(func: Callable[..., Any], *args: Any, settle: bool = False, **kwa
 
     return tree_unflatten(
         dispatch_call(
-            RecomputedCall(f"checkpoint({getattr(func, '__name__', func)!s})", function, settle),
+            RecomputedCall(f"checkpoint({getattr(func, '__name__', func)!s})", function),
             flat,
         ),
         out_spec,
@@ -72,15 +69,13 @@ def checkpoint(func: Callable[..., Any], *args: Any, settle: bool = False, **kwa
 
 
 class RecomputedCall(Call):
-    """A call whose derivative is that of its function, which runs again in the backward pass. settle: see
-    checkpoint.
-    """
+    """A call whose derivative is that of its function, which runs again in the backward pass."""
 
     follows_captured = True
 
-    def __init__(self, name: str, function: Callable[[Flat], Flat], settle: bool) -> None:
+    def __init__(self, name: str, function: Callable[[Flat], Flat]) -> None:
         super().__init__(name)
-        self.function, self.settle = function, settle
+        self.function = function
 
     def run(self, args: Flat) -> Flat:
         return self.function(args)
@@ -91,7 +86,7 @@ class RecomputedCall(Call):
                 results = self.function(mapped.up(args, mapped.args))
             return mapped.down(results, self.name)
 
-        return RecomputedCall(self.name, function, self.settle)
+        return RecomputedCall(self.name, function)
 
     def run_without_derivative(self, level: DerivativeLevel, args: Flat) -> Flat:
         return self.function(args)
@@ -136,8 +131,6 @@ class RecomputedCall(Call):
         def pull(cotangents: Cotangents) -> Cotangents:
             ends, starts = run_again(cotangents)
             cotangents_of_inputs = pull_back(ends, starts, keep=False, attached=level.attached)
-            if self.settle:  # no operator on two of them is deferred
-                cotangents_of_inputs = [g if g is None else torch.maximum(g, g) for g in cotangents_of_inputs]
             of_args = dict(zip(needed, cotangents_of_inputs, strict=False))
             return [of_args.get(i) for i in range(len(values))] + cotangents_of_inputs[len(needed) :]
 

@@ -24,7 +24,7 @@ from psgrad.engine.transforms.operators import (
     reshapes_in_place,
 )
 from psgrad.engine.transforms.private_torch import make_wrapper
-from psgrad.engine.transforms.rules.registry import batching_rule, decompose, is_decomposed
+from psgrad.engine.transforms.rules.registry import decompose, rules_of
 from psgrad.engine.transforms.tracer import Tracer, map_tracers, rewritten, strides_of, tensors_in
 
 
@@ -152,10 +152,10 @@ def process_fresh(level: SampleAxis, op: Op, args: tuple[Any, ...], kwargs: dict
     if mapped:
         return (
             decompose(op, args, kwargs)
-            if batching_rule(op) is None
+            if rules_of(op).batching is None
             else level.process(op, contents, keywords)
         )
-    if is_decomposed(op):
+    if rules_of(op).is_decomposed:
         return decompose(op, args, kwargs)
     result = map_tracers(lambda x: FreshTracer(x, level), interpret(op, contents, keywords, below=level))
     if operator.is_view and is_fresh(args[0], level):

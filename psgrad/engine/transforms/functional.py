@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from psgrad.engine.transforms.private_torch import buffer_store, module_store, parameter_store
+from psgrad.engine.transforms.private_torch import buffer_store, parameter_store
 from psgrad.errors import TransformArgumentError, TransformError
 
 # What GroupNorm, BatchNorm and other layers that need a batch axis say of an input without one.
@@ -131,31 +131,11 @@ def _merged(dicts: Any) -> dict[str, torch.Tensor]:
 
 
 def _own_names(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> tensor for all parameters and buffers, also for modules that override `named_parameters`."""
-    if (
-        type(module).named_parameters is nn.Module.named_parameters
-        and type(module).named_buffers is nn.Module.named_buffers
-    ):
-        names: dict[str, torch.Tensor] = {}
-        _add_names(module, "", names)
-        return names
+    """Name -> tensor for all parameters and buffers, also those of modules that are in several places."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
-
-
-def _add_names(module: nn.Module, prefix: str, names: dict[str, torch.Tensor]) -> None:
-    """Add the names that nn.Module gives, in one walk and without its generators, because this runs at each
-    call.
-    """
-    for store in (parameter_store(module), buffer_store(module)):
-        for key, tensor in store.items():
-            if tensor is not None:
-                names[prefix + key] = tensor
-    for key, part in module_store(module).items():
-        if part is not None:
-            _add_names(part, f"{prefix}{key}.", names)
 
 
 def _tied(names: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

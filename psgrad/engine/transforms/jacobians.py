@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ def jacrev(
     Args:
         func: returns a pytree of real tensors (with `has_aux`, a pair of it and anything).
         argnums: the positional argument(s) to differentiate; each a pytree of real floating-point tensors.
-        chunk_size: the largest number of elements of the output at a time; with 1, vmap is not used.
+        chunk_size: the largest number of elements of the output at a time.
 
     Returns a function of the same arguments. Its result has the structure of the output. Each tensor there is
     replaced by the structure of the argument (a tuple of structures for a tuple of argnums), with tensors of
@@ -167,37 +168,16 @@ def _over_basis(
     function: Callable[..., Any], tensors: list[torch.Tensor], chunk_size: int | None, **options: Any
 ) -> Any:
     """`function`, mapped over the unit vectors of all `tensors` taken together."""
-    sizes = [x.numel() for x in tensors]
-    total = sum(sizes)
+    ends = list(itertools.accumulate(x.numel() for x in tensors))
 
-    def basis(start: int, count: int) -> list[torch.Tensor]:
-        """[count, *shape] a tensor: unit vectors number start, start + 1, ..."""
-        units, offset = [], 0
-        for x, size in zip(tensors, sizes, strict=True):
-            place, row = (
-                torch.arange(size, device=x.device),
-                torch.arange(start - offset, start - offset + count, device=x.device),
-            )
-            units.append((row.unsqueeze(1) == place).to(x.dtype).reshape(count, *x.shape))
-            offset += size
-        return units
+    def of_unit(place: torch.Tensor) -> Any:
+        units = [
+            (torch.arange(end - x.numel(), end, device=x.device) == place.to(x.device))
+            .to(x.dtype)
+            .reshape(x.shape)
+            for x, end in zip(tensors, ends, strict=True)
+        ]
+        return function(*units)
 
-    if chunk_size == 1 and not options:
-        singles = [function(*[unit[0] for unit in basis(i, 1)]) for i in range(total)]
-        return tuple(torch.stack(column) for column in zip(*singles, strict=True))
-    if chunk_size is None or chunk_size >= total:
-        return vmap(function, **options)(*basis(0, total))
-    parts = [
-        vmap(function, **options)(*basis(start, min(chunk_size, total - start)))
-        for start in range(0, total, chunk_size)
-    ]
-    return _joined(parts, options)
-
-
-def _joined(parts: list[Any], options: dict[str, Any]) -> Any:
-    if not options:
-        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
-    return (
-        tuple(torch.cat(column, -1) for column in zip(*[part[0] for part in parts], strict=True)),
-        parts[0][1],
-    )
+    places = torch.arange(ends[-1], device=tensors[0].device)
+    return vmap(of_unit, chunk_size=chunk_size, **options)(places)

@@ -35,7 +35,7 @@ from psgrad.engine.transforms.private_torch import (
     torch_func_runs,
     write_count,
 )
-from psgrad.engine.transforms.rules.registry import decomposition_of, is_decomposed
+from psgrad.engine.transforms.rules.registry import decomposition_of, rules_of
 from psgrad.engine.transforms.shape_checks import refuse_shapes
 from psgrad.engine.transforms.state import Divergence as Divergence
 from psgrad.engine.transforms.state import state
@@ -99,7 +99,7 @@ class Level:
         operator = facts(op)
         if operator.mutated or operator.mutated_kwargs:
             return self.write_outside(op, args, kwargs)
-        if is_decomposed(op):
+        if rules_of(op).is_decomposed:
             refuse_shapes(op, args, kwargs)  # the operators of its definition may accept wrong shapes
             return run_definition(decomposition_of(op), args, kwargs)  # type: ignore[arg-type]
         result = self.lower_untraced(op, args, kwargs)

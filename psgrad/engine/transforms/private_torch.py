@@ -8,13 +8,11 @@ PyTorch without one of them is refused when psgrad is imported.
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,24 +29,12 @@ def _attribute(example: Any, name: str) -> Callable[[Any], Any]:
     return attrgetter(name)
 
 
-def _refusal(error: ImportError | AttributeError) -> TransformError:
+def _refusal(missing: object) -> TransformError:
     """The error that names what this PyTorch lacks."""
-    if isinstance(error, AttributeError):
-        owner = error.obj if isinstance(error.obj, type | ModuleType) else type(error.obj)
-        place = (
-            owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
-        )
-        name = f"{place}.{error.name}"
-    else:
-        match = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
-        name = f"{match[2]}.{match[1]}" if match else str(error.name)
     return TransformError(
-        f"PyTorch {torch.__version__} has no {name}; expected PyTorch {LOWEST[0]}.{LOWEST[1]} to"
+        f"PyTorch {torch.__version__}: {missing}; expected PyTorch {LOWEST[0]}.{LOWEST[1]} to"
         f" {NEWEST[0]}.{NEWEST[1]}, with which psgrad is tested",
-        hint=(
-            "psgrad's transforms work below PyTorch's autograd, and use private names that may change"
-            " in any release; install one of these versions, or a newer psgrad"
-        ),
+        hint="install one of these versions, or a newer psgrad",
     )
 
 
@@ -109,7 +95,6 @@ try:
     # name -> tensor or module, as a module stores them; in order, and faster than a generator.
     parameter_store = _attribute(torch.nn.Module(), "_parameters")  # to put other tensors in their place
     buffer_store = _attribute(torch.nn.Module(), "_buffers")  # to put other tensors in their place
-    module_store = _attribute(torch.nn.Module(), "_modules")  # to walk over a module's parts
     load_method = _attribute(torch.nn.Module, "_load_from_state_dict")  # whether a class loads in its own way
     load_hooks = _attribute(torch.nn.Module(), "_load_state_dict_pre_hooks")  # the same of one module
     _forward_mode: Any = sys.modules["torch.autograd.forward_ad"]
@@ -164,9 +149,7 @@ try:
     )
     Function: Any = next(kind for kind in SingleLevelFunction.__subclasses__() if kind.__name__ == "Function")
 except StopIteration:
-    raise _refusal(
-        AttributeError(name="_SingleLevelFunction", obj=sys.modules["torch.autograd.function"])
-    ) from None
+    raise _refusal("no torch.autograd.function._SingleLevelFunction") from None
 
 # Up to 2.13 `Function.apply` is Python code that completes the arguments and calls the `apply` of its base.
 APPLIES_IN_TWO_STEPS = isinstance(vars(Function)["apply"], classmethod)
@@ -223,4 +206,4 @@ FORWARD_MODE = (sys.modules["torch._functorch.eager_transforms"], "_jvp_with_arg
 AUTOGRAD_FUNCTIONAL = (sys.modules["torch.autograd.functional"], "_autograd_grad")
 for _owner, _name in (FUNCTION_APPLY, BACKWARD_HOOK, FORWARD_MODE, AUTOGRAD_FUNCTIONAL):
     if not hasattr(_owner, _name):
-        raise _refusal(AttributeError(name=_name, obj=_owner))
+        raise _refusal(f"no {_owner.__name__}.{_name}")

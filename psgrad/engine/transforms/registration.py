@@ -61,25 +61,21 @@ def register_rule(
         raise TransformError(f"register_rule({name}) without any rule; expected vjp, batch or constant")
     makers = vjp if vjp is None or isinstance(vjp, JointVJP) else _by_position(overload, vjp, complete=True)
     pushes = _by_position(overload, jvp or {}, complete=False)
-    if (vjp is not None or constant) and (
-        registry.derivative_rule(overload) is not None or registry.is_constant(overload)
+    before = registry.rules_of(overload)
+    for given, has, what in (
+        (vjp is not None or constant, before.derivative is not None or before.constant, "a derivative"),
+        (batch is not None, before.batching is not None, "a batching rule"),
     ):
-        _remove_rules(name, "a derivative", replace)
-        registry.remove_derivative(overload)
-    if batch is not None and registry.batching_rule(overload) is not None:
-        _remove_rules(name, "a batching rule", replace)
-        registry.remove_batching(overload)
-    if constant:
-        registry.constant(overload)
+        if given and has and not replace:
+            raise TransformError(
+                f"register_rule({name}): the operator has {what} already",
+                hint="pass replace=True to use the new rule",
+            )
+    if vjp is not None or constant:
+        registry.change(overload, derivative=None, constant=constant)
+    if batch is not None:
+        registry.change(overload, batching=None)
     registry.define(overload, vjp=makers, jvp=pushes, batch=batch)
-
-
-def _remove_rules(name: str, what: str, replace: bool) -> None:
-    if not replace:
-        raise TransformError(
-            f"register_rule({name}): the operator has {what} already",
-            hint="pass replace=True to use the new rule",
-        )
 
 
 def _overload(op: Any) -> Op:

@@ -14,6 +14,7 @@ from torch import Tensor
 from psgrad.engine.transforms import grad, vmap
 from psgrad.engine.transforms.rules import registry
 from tests.engine.transforms.operators import MOST_SAMPLES, entries, few_or_all_samples
+from tests.engine.transforms.other_rules import with_rules
 from tests.engine.transforms.refused import AGREEING, REFUSED, UNJUDGED
 from tests.engine.transforms.sweep import TWICE, Verdict, judge
 from tools.operators_page import judged_rows
@@ -53,9 +54,8 @@ def test_complex_operators_right_or_refused_as_listed(name: str, most: int) -> N
 
 def test_complex_checker_notices_missing_conjugate(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.sin.default
-    monkeypatch.setitem(
-        registry._derivatives, op, registry.DerivativeRule({0: lambda out, x: lambda g: g * torch.cos(x)})
-    )
+    wrong = registry.DerivativeRule({0: lambda out, x: lambda g: g * torch.cos(x)})
+    with_rules(monkeypatch, op, derivative=wrong)
     assert [row for row, verdict in verdicts("sin").items() if not verdict.wrong] == []
 
 

@@ -22,6 +22,7 @@ from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import derivatives, grad, interpreter, jvp, operators, vjp, vmap
 from psgrad.engine.transforms.rules import registry
 from psgrad.errors import TransformError
+from tests.engine.transforms.other_rules import with_rules
 from tests.random_programs.checking import NOT_NOTICED, Outcome, check
 from tests.random_programs.noticed import NOTICED
 from tests.random_programs.planting import exactly, operator, planted
@@ -688,17 +689,14 @@ def test_vmap_outer_autograd_eigvalsh(mapped: bool) -> None:
 def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if name == "tanh off by 0.1 %":
         rule = registry.DerivativeRule({0: lambda out, x: lambda g: g * (1 - out * out) * 1.001})
-        monkeypatch.setitem(registry._derivatives, torch.ops.aten.tanh.default, rule)
+        with_rules(monkeypatch, torch.ops.aten.tanh.default, derivative=rule)
     elif name == "views unknown to the caller's autograd":
         monkeypatch.setattr(interpreter, "facts", lambda op: operators.facts(op)._replace(is_view=False))
     elif name == "atan2 with a sign":
         back = lambda out, y, x: lambda g: g * y / (x * x + y * y)  # which is minus the derivative in x
-        kept = registry._derivatives[torch.ops.aten.atan2.default].vjp
-        monkeypatch.setitem(
-            registry._derivatives,
-            torch.ops.aten.atan2.default,
-            registry.DerivativeRule({0: kept[0], 1: back}),
-        )
+        kept = registry.rules_of(torch.ops.aten.atan2.default).derivative.vjp
+        rule = registry.DerivativeRule({0: kept[0], 1: back})
+        with_rules(monkeypatch, torch.ops.aten.atan2.default, derivative=rule)
     else:
         monkeypatch.setattr(derivatives, "write_through", lambda op, base, new, *rest: base)
 

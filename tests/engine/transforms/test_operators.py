@@ -16,6 +16,7 @@ from psgrad.engine.transforms.rules import registry
 from tests.device.checked import CHECKED
 from tests.engine.transforms import derivatives
 from tests.engine.transforms.operators import MOST_SAMPLES, entries, few_or_all_samples
+from tests.engine.transforms.other_rules import with_rules
 from tests.engine.transforms.refused import (
     AGREEING,
     NEW_IN_2_15,
@@ -184,17 +185,17 @@ def rows_that_notice(name: str) -> set[str]:
 
 def test_operators_checker_notices_wrong_vjp(monkeypatch: pytest.MonkeyPatch) -> None:
     off = registry.DerivativeRule({0: lambda out, x: lambda g: g * torch.cos(x) * SLIGHTLY})
-    monkeypatch.setitem(registry._derivatives, torch.ops.aten.sin.default, off)
+    with_rules(monkeypatch, torch.ops.aten.sin.default, derivative=off)
     assert rows_that_notice("sin") == set(ROWS)
 
 
 def test_operators_checker_notices_wrong_second_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.tanh_backward.default
-    right = registry._derivatives[op].vjp
+    right = registry.rules_of(op).derivative.vjp
     off = registry.DerivativeRule(
         {0: right[0], 1: lambda out, g, y: lambda h: right[1](out, g, y)(h) * SLIGHTLY}
     )
-    monkeypatch.setitem(registry._derivatives, op, off)
+    with_rules(monkeypatch, op, derivative=off)
     assert rows_that_notice("tanh") == operators_page.TWICE
 
 
@@ -224,13 +225,13 @@ def spoiled(change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[..., Any]
 
 def test_operators_checker_notices_wrong_batching(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.sin.default
-    monkeypatch.setitem(registry._batchings, op, lambda batch, op, x: op(batch.physical(x)) * SLIGHTLY)
+    with_rules(monkeypatch, op, batching=lambda batch, op, x: op(batch.physical(x)) * SLIGHTLY)
     assert rows_that_notice("sin") == operators_page.MAPPED
 
 
 def test_operators_checker_notices_permuted_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.sin.default
-    monkeypatch.setitem(registry._batchings, op, lambda batch, op, x: op(batch.physical(x)).flip(0))
+    with_rules(monkeypatch, op, batching=lambda batch, op, x: op(batch.physical(x)).flip(0))
     assert rows_that_notice("sin") == operators_page.MAPPED
 
 
@@ -238,7 +239,7 @@ def test_operators_checker_notices_unnamed_error(monkeypatch: pytest.MonkeyPatch
     def fails(*args: object) -> None:
         raise IndexError("list index out of range")
 
-    monkeypatch.setitem(registry._batchings, torch.ops.aten.sin.default, fails)
+    with_rules(monkeypatch, torch.ops.aten.sin.default, batching=fails)
     assert rows_that_notice("sin") == operators_page.MAPPED
 
 

@@ -21,8 +21,7 @@ ADDING, GUIDE = DOCS / "guides" / "adding-an-operator.md", DOCS / "explanation" 
 
 @pytest.fixture
 def _the_rules_of_the_page_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_derivatives", dict(registry._derivatives))
-    monkeypatch.setattr(registry, "_batchings", dict(registry._batchings))
+    monkeypatch.setattr(registry, "table", dict(registry.table))
 
 
 def run(

@@ -74,7 +74,7 @@ def test_pytorch_without_private_name_refused(module: str, name: str) -> None:
     )
     assert done.stderr == ""
     assert done.stdout.startswith("PyTorch ")
-    assert f"has no {module}.{name};" in done.stdout
+    assert name.rpartition(".")[2] in done.stdout
 
 
 def test_supported_versions_said_once() -> None:

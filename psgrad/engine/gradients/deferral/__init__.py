@@ -22,7 +22,7 @@ from psgrad.engine.gradients.terms import Dense
 from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.private_torch import schema_of
-from psgrad.engine.transforms.rules.registry import batching_rule
+from psgrad.engine.transforms.rules.registry import rules_of
 from psgrad.engine.transforms.tracer import tensors_in
 
 # Each gets the level's Batch, the operator, for each argument its deferred value or None, the positional and
@@ -51,7 +51,7 @@ class WeightDeferral:
 
 def _materialised(batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of the operator on the materialised values. It stores the name of the operator."""
-    if batching_rule(op) is None:  # its decomposition into other operators may keep the factors
+    if rules_of(op).batching is None:  # its decomposition into other operators may keep the factors
         return NotImplemented
     tracers: list[Any] = [a for a in tensors_in(args, kwargs) if deferred_in(batch, a) is not None]
     lost = next(

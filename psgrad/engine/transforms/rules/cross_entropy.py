@@ -105,7 +105,13 @@ def _smoothed(
     if reduction:
         of_all = of_all.sum()
     if reduction == 1:
-        of_all = of_all / _counted(target, weight, ignore_index, target.numel())
+        counts = target != ignore_index
+        of_all = (
+            of_all
+            / (
+                counts if weight is None else torch.where(counts, weight[torch.where(counts, target, 0)], 0)
+            ).sum()
+        )
     return (1 - smoothing) * of_labels + of_all * (smoothing / classes)
 
 
@@ -286,48 +292,12 @@ def _linear_cross_entropy(
     ignore_index: int,
     smoothing: float,
 ) -> torch.Tensor:
-    """The kernels compute gradients in the forward pass, for the batch as a whole; here the logits of a
-    sample are computed at once. If they are many, they are computed by slices of positions, each of which
-    runs again in the backward pass.
+    """The loss of the layer's logits, which are all computed at once. The kernels compute gradients in the
+    forward pass, for the batch as a whole.
     """
-    from psgrad.engine.transforms.checkpoint import checkpoint  # which is above the rules
-
-    each = max(1, SLICE_BYTES // max(1, layer.shape[0] * x.element_size()))
-    at_once = x.dim() != 2 or layer.dim() != 2 or len(x) <= each
-    kind = _REDUCTIONS.index(reduction if at_once or reduction == "none" else "sum")
-
-    def losses(x: torch.Tensor, layer: torch.Tensor, bias: Any, target: torch.Tensor) -> torch.Tensor:
-        logits = aten.linear.default(x, layer, bias)
-        refuse_shapes(aten.cross_entropy_loss.default, (logits, target, weight), {})
-        return aten.cross_entropy_loss.default(logits, target, weight, kind, ignore_index, smoothing)
-
-    if at_once:
-        return losses(x, layer, bias, target)
-    # a value of the gradient for each sample takes less memory than the logits that it is a product of
-    smaller = layer.shape[1] < len(x)
-    parts = [
-        checkpoint(losses, x[start : start + each], layer, bias, target[start : start + each], settle=smaller)
-        for start in range(0, len(x), each)
-    ]
-    if reduction == "none":
-        return torch.cat(parts)
-    total = torch.stack(parts).sum()
-    return total if reduction == "sum" else total / _counted(target, weight, ignore_index, len(x))
-
-
-_REDUCTIONS = ("none", "mean", "sum")
-# Bytes of a sample's logits that exist at a time.
-SLICE_BYTES = 32 << 20
-
-
-def _counted(target: torch.Tensor, weight: Any, ignore_index: int, positions: int) -> Any:
-    """What a mean of losses divides their sum by."""
-    if target.is_floating_point():
-        return positions
-    counts = target != ignore_index
-    if weight is None:
-        return counts.sum()
-    return torch.where(counts, weight[torch.where(counts, target, 0)], 0).sum()
+    logits, kind = aten.linear.default(x, layer, bias), ("none", "mean", "sum").index(reduction)
+    refuse_shapes(aten.cross_entropy_loss.default, (logits, target, weight), {})
+    return aten.cross_entropy_loss.default(logits, target, weight, kind, ignore_index, smoothing)
 
 
 _MODULE = "torch.nn.modules.linear_cross_entropy"

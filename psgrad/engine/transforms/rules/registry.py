@@ -14,6 +14,7 @@ results with that axis in front.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -75,61 +76,54 @@ class DerivativeRule:
         return closure if isinstance(position, int) else closure(position[1])
 
 
-class _RuleTable(dict[Op, Any]):
-    """Rules, by operator. Any change clears the cache of `OperatorRules`."""
+@dataclass(frozen=True)
+class OperatorRules:
+    """All rules of an operator.
 
-    def __setitem__(self, op: Op, rule: Any) -> None:
-        super().__setitem__(op, rule)
-        _rules_cache.clear()
-
-    def __delitem__(self, op: Op) -> None:
-        super().__delitem__(op)
-        _rules_cache.clear()
-
-    def pop(self, op: Op, *default: Any) -> Any:
-        _rules_cache.clear()
-        return super().pop(op, *default)
-
-
-_derivatives: dict[Op, DerivativeRule] = _RuleTable()
-_batchings: dict[Op, Callable[..., Any]] = _RuleTable()
-_shared_draws: dict[Op, Callable[..., Any]] = {}
-_constants: set[Op] = set()
-_decompositions: dict[Op, Callable[..., Any]] = {}
-_refused: set[Op] = set()
-_unwrapped: set[Op] = set()
-
-
-class OperatorRules(NamedTuple):
-    """All rules of an operator and the facts of its schema, cached: a level reads them for each operator."""
+    Attributes:
+        batching: see above.
+        same: of a random operator on a mapped value, the program for one draw for all samples.
+        constant: whether the result has zero derivative everywhere.
+        program: of other operators, in place of PyTorch's definition.
+        unwrapped: whether its result is not cloned, not copied to the kernel's memory layout, and not traced.
+        refused: whether the program raises the error for an operator without a correct result.
+        writes: whether the operator writes into an argument.
+        is_decomposed: whether it is a composite operator without a derivative rule, or is replaced by an
+            unwrapped program. The operators of its definition are handled one by one, also without a
+            derivative, because some may be views or write in place.
+    """
 
     op: Op
     facts: OpFacts
-    writes: bool
-    derivative: DerivativeRule | None
-    batching: Callable[..., Any] | None
-    constant: bool
-    is_decomposed: bool
-    tables: tuple[Any, Any, Any]  # from which this was read
+    derivative: DerivativeRule | None = None
+    batching: Callable[..., Any] | None = None
+    same: Callable[..., Any] | None = None
+    constant: bool = False
+    program: Callable[..., Any] | None = None
+    unwrapped: bool = False
+    refused: bool = False
+    writes: bool = field(init=False)
+    is_decomposed: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "writes", bool(self.facts.mutated or self.facts.mutated_kwargs))
+        composite = is_composite(self.op) and self.derivative is None and not self.constant
+        object.__setattr__(self, "is_decomposed", self.unwrapped or composite)
 
 
-_rules_cache: dict[int, OperatorRules] = {}  # by id, as are the facts
+table: dict[int, OperatorRules] = {}  # by the operator's id, as are the facts; all that were asked for
 
 
 def rules_of(op: Op) -> OperatorRules:
-    cached = _rules_cache.get(id(op))
-    if cached is not None:
-        derivatives, batchings, constants = cached.tables
-        if derivatives is _derivatives and batchings is _batchings and constants is _constants:
-            return cached
-    schema = facts(op)
-    writes = bool(schema.mutated or schema.mutated_kwargs)
-    tables = _derivatives, _batchings, _constants
-    cached = OperatorRules(
-        op, schema, writes, derivative_rule(op), batching_rule(op), is_constant(op), is_decomposed(op), tables
-    )
-    _rules_cache[id(op)] = cached
-    return cached
+    found = table.get(id(op))
+    if found is None:
+        found = table[id(op)] = OperatorRules(op, facts(op))
+    return found
+
+
+def change(op: Op, **rules: Any) -> None:
+    """Set rules of an operator, by the names of `OperatorRules`."""
+    table[id(op)] = dataclasses.replace(rules_of(op), **rules)
 
 
 def define(
@@ -151,17 +145,17 @@ def define(
         (randomness='same'): a function of `draw` (`draw(op, *args)` is the shared draw), the operator and its
         arguments.
     """
-    _rules_cache.clear()
     for op in ops:
+        before = rules_of(op)
         if same is not None:
-            assert op not in _shared_draws, op
-            _shared_draws[op] = same
+            assert before.same is None, op
+            change(op, same=same)
         if vjp is not None or instead is not None:
-            assert op not in _derivatives, op
-            _derivatives[op] = DerivativeRule(vjp if vjp is not None else {}, instead, jvp or {}, linear)
+            assert before.derivative is None, op
+            change(op, derivative=DerivativeRule(vjp or {}, instead, jvp or {}, linear))
         if batch is not None:
-            assert op not in _batchings, op
-            _batchings[op] = _on_contiguous_memory(batch, op) if facts(op).contiguous else batch
+            assert before.batching is None, op
+            change(op, batching=_on_contiguous_memory(batch, op) if before.facts.contiguous else batch)
 
 
 def _on_contiguous_memory(rule: Callable[..., Any], op: Op) -> Callable[..., Any]:
@@ -174,7 +168,8 @@ def constant(
     *ops: Op, batch: Callable[..., Any] | None = None, same: Callable[..., Any] | None = None
 ) -> None:
     """Declare operators whose result has zero derivative everywhere (comparisons, indices, fresh tensors)."""
-    _constants.update(ops)
+    for op in ops:
+        change(op, constant=True)
     define(*ops, batch=batch, same=same)
 
 
@@ -185,9 +180,7 @@ def replace(op: Op, *, unwrapped: bool = False) -> Callable[[Callable[..., Any]]
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        _decompositions[op] = function
-        if unwrapped:
-            _unwrapped.add(op)
+        change(op, program=function, unwrapped=unwrapped)
         return function
 
     return declare
@@ -195,59 +188,20 @@ def replace(op: Op, *, unwrapped: bool = False) -> Callable[[Callable[..., Any]]
 
 def refuse(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare a function that raises the error for an operator without a correct result for each sample."""
-    _refused.add(op)
+    change(op, refused=True)
     return replace(op)
-
-
-def is_refused(op: Op) -> bool:
-    return op in _refused
 
 
 def operators() -> set[Op]:
     """All operators with a declaration."""
-    return {*_derivatives, *_batchings, *_constants, *_decompositions}
-
-
-def derivative_rule(op: Op) -> DerivativeRule | None:
-    return _derivatives.get(op)
-
-
-def remove_derivative(op: Op) -> None:
-    _rules_cache.clear()
-    _derivatives.pop(op, None)
-    _constants.discard(op)
-
-
-def remove_batching(op: Op) -> None:
-    _batchings.pop(op, None)
-
-
-def batching_rule(op: Op) -> Callable[..., Any] | None:
-    return _batchings.get(op)
-
-
-def shared_draw(op: Op) -> Callable[..., Any] | None:
-    return _shared_draws.get(op)
-
-
-def is_constant(op: Op) -> bool:
-    return op in _constants
-
-
-def is_decomposed(op: Op) -> bool:
-    """Whether `op` is a composite operator without a derivative rule, or is replaced by an unwrapped program.
-
-    The operators of its definition are handled one by one, also without a derivative, because some may be
-    views or write in place.
-    """
-    return op in _unwrapped or (is_composite(op) and derivative_rule(op) is None and not is_constant(op))
+    return {x.op for x in table.values() if x.derivative or x.batching or x.constant or x.program}
 
 
 def decomposition_of(op: Op) -> Callable[..., Any] | None:
     """The program of other operators for `op`: psgrad's, else PyTorch's composite definition, else that of
     PyTorch's tables; None if there is none.
     """
-    if (ours := _decompositions.get(op)) is not None:
+    if (ours := rules_of(op).program) is not None:
         return ours
     if is_composite(op):
         return op.decompose
@@ -269,12 +223,13 @@ def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _without_rule(op, f"PyTorch defines it by other operators, and {error.message}") from error
     if result is NotImplemented:
         raise _without_rule(op, "PyTorch defines it by other operators, but not for these arguments")
+    rules = rules_of(op)
     if (
-        facts(op).mutated
-        or facts(op).is_view
+        rules.facts.mutated
+        or rules.facts.is_view
         or state.in_backward_pass
-        or op in _unwrapped
-        or (is_composite(op) and op not in _decompositions)
+        or rules.unwrapped
+        or (is_composite(op) and rules.program is None)
     ):
         return result
     if not is_composite(op):
@@ -343,13 +298,12 @@ def _named(name: str) -> Op:
 
 
 def _covered(op: Op) -> Coverage:
-    rule = derivative_rule(op)
-    otherwise = DECOMPOSED if decomposition_of(op) is not None and not is_refused(op) else REFUSED
-    if is_constant(op):
+    rules = rules_of(op)
+    otherwise = DECOMPOSED if decomposition_of(op) is not None and not rules.refused else REFUSED
+    if rules.constant:
         vjp = jvp = CONSTANT
-    elif rule is None:
+    elif rules.derivative is None:
         vjp = jvp = otherwise
     else:
-        vjp = OWN
-        jvp = OWN if rule.jvp or rule.linear else FROM_VJP
-    return Coverage(op.name(), vjp, jvp, OWN if batching_rule(op) is not None else otherwise)
+        vjp, jvp = OWN, OWN if rules.derivative.jvp or rules.derivative.linear else FROM_VJP
+    return Coverage(op.name(), vjp, jvp, OWN if rules.batching is not None else otherwise)
