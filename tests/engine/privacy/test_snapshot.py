@@ -149,15 +149,6 @@ def test_snapshot_round_trip(
     assert (after.optimizer, after.trained) == ("x", [["a"]])
 
 
-def test_snapshot_special_values() -> None:
-    tensor = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
-    state = {"lr": float("inf"), "low": float("-inf"), "zero": -0.0, "none": None}
-    after = Snapshot.from_bytes(Snapshot({"t": tensor}, "x", [], state, {}).to_bytes())
-    assert torch.equal(after.tensors["t"].view(torch.int32), tensor.view(torch.int32))
-    assert after.state == state
-    assert str(after.state["zero"]) == "-0.0"
-
-
 def test_snapshot_views() -> None:
     whole = torch.arange(12.0).reshape(3, 4)
     tensors = {
@@ -223,12 +214,6 @@ def test_snapshot_flipped_bit_refused() -> None:
         changed[place] ^= 1
         with pytest.raises(CheckpointError, match=r"is damaged|not a checkpoint"):
             Snapshot.from_bytes(bytes(changed))
-
-
-def test_snapshot_zeroed_part_refused() -> None:
-    data = a_file()
-    with pytest.raises(CheckpointError, match="is damaged: its SHA-256"):
-        Snapshot.from_bytes(data[:-64] + bytes(64))
 
 
 @pytest.mark.parametrize(
