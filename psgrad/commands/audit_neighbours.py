@@ -1,5 +1,5 @@
 """A drawn batch and its neighbours, for an audit: one record more, less or another, records whose numbers are
-none, records that cancel, and a record that comes again after others.
+none, and a record that comes again after others.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from psgrad.commands.private_setup import PrivateSetup
-from psgrad.engine.execution.loading import to_device
 from psgrad.engine.privacy.audit import Replayed, compare_neighbours
-from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source
+from psgrad.engine.privacy.batches import ClippedSum, GradientSource
 from psgrad.engine.privacy.clipped_sums import Sums, Total
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.records import Records, record_loss
+from psgrad.engine.privacy.records import Records
 from psgrad.engine.privacy.unchanged import Unchanged
 from psgrad.ragged import Block
 from psgrad.run.results.privacy import NeighbourPair
@@ -36,20 +35,6 @@ _REPEATED, _AGAIN = 3, 1e-6
 # The inputs of a record that must not change the sum are multiplied by these.
 _EXTREME_FACTORS = {"NaN": math.nan, "infinite": math.inf, "1e30 times as large": 1e30}
 
-# Records of a batch from whose rows such records are made.
-_CANCELLING = 2
-# The weights of the three rows of a record that cancels, of which the first and the one named by `same` are
-# one row of the dataset. The larger the weights, the more digits are lost.
-_TAKEN_BACK = [
-    (same, weights)
-    for large in (2.0**16, 2.0**20, 2.0**24, 2.0**32)
-    for same, weights in (
-        (1, (large, -large, 1.0)),
-        (2, (large, 1.0, -large)),
-        (1, (large, -large * (1 + 2.0**-22), 0.0)),
-    )
-]
-
 Neighbours = tuple[str, GradientSource, GradientSource]
 """Two neighbouring batches: how they differ, in words, and the clipped sum of each. Records are drawn when a
 sum is asked for: there is one source at a time.
@@ -62,7 +47,7 @@ def audited_pairs(setup: PrivateSetup, multiplier: float) -> tuple[list[Neighbou
     """
     worst: dict[str, Replayed] = {}
     batch = setup.sampling.draw(len(setup.records), make_generator())[:_MOST_RECORDS]
-    for pair, first, second in itertools.chain(_of_dataset(setup, batch), _cancelling(setup, batch)):
+    for pair, first, second in _neighbours(setup, batch):
         relation, noise = setup.privacy.relation, Noise(multiplier)
         found = compare_neighbours(first, second, setup.clipping, noise, relation, pair=pair)
         before = worst.get(pair)
@@ -175,7 +160,7 @@ def _times(x: Tensor, factors: np.ndarray) -> Tensor:
     return torch.where(each.isfinite(), x * torch.where(each.isfinite(), each, 1), each)
 
 
-def _of_dataset(setup: PrivateSetup, batch: np.ndarray) -> Iterator[Neighbours]:
+def _neighbours(setup: PrivateSetup, batch: np.ndarray) -> Iterator[Neighbours]:
     """The neighbours of a batch, as the relation has them: records of the dataset come, go or are replaced,
     and records with extreme inputs come.
     """
@@ -214,39 +199,3 @@ def _chosen(setup: PrivateSetup, batch: np.ndarray) -> dict[int, str]:
 
 def _with(batch: np.ndarray, record: int) -> np.ndarray:
     return np.sort(np.append(batch, record))
-
-
-def _cancelling(setup: PrivateSetup, batch: np.ndarray) -> Iterator[Neighbours]:
-    """A record alone, and no record. The record is three rows of the dataset, of one of the first records of
-    a batch (of the first row where the batch is empty), and of the row that follows.
-
-    The record's loss is that of the rows, added up with weights that take one row's gradient back, but for a
-    small share, and leave a little of another. Whatever operators the model has, the rows meet as positions
-    in its gradients.
-    """
-    starts = [int(setup.records.rows_of(int(record))[0]) for record in batch[:_CANCELLING]] or [0]
-    name = f"a record comes whose positions cancel, the worst of {len(starts) * len(_TAKEN_BACK)}"
-    for start, (same, weights) in itertools.product(starts, _TAKEN_BACK):
-        rows = np.full(3, start)
-        rows[3 - same] = (start + 1) % len(setup.run.samples)
-        one, none = (_cancelling_source(setup, rows, weights, count) for count in (1, 0))
-        yield name, one, none
-
-
-def _cancelling_source(
-    setup: PrivateSetup, rows: np.ndarray, weights: tuple[float, ...], count: int
-) -> GradientSource:
-    """The clipped sum of the record of these rows [k], with their weights, or of none."""
-    run, block = setup.run, setup.run.reader.take(rows)
-    read, target = to_device(block.inputs, block.target, run.device, run.dtype)
-    each = torch.tensor(weights, dtype=torch.float64)
-    return batch_source(
-        record_loss(setup.loss, randomness=run.randomness),
-        run.objective.params,
-        tuple(x.to(run.device)[None][:count] for x in (*read, each)),
-        None if target is None else target[None][:count],
-        in_dims=(0, None if target is None else 0),
-        has_aux=True,
-        randomness=run.randomness,
-        coins=setup.streams.coins,
-    )

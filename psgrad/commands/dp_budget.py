@@ -19,7 +19,6 @@ of a copy whose original went on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,10 +98,20 @@ class Budget:
         private = {"data": data, "secret": uuid4().hex}
         self._file = Ledger.shared(path, {"command": COMMAND, "id": uuid4().hex, **terms, **private})
         _require_budget(self._file, path)
-        _require_terms(self._file.header, terms, data, path)
+        header = self._file.header
+        differing = [] if header.get("data") == data else ["the data are others"]
+        differing += [
+            f"{key} was {header.get(key)} and is {value}"
+            for key, value in terms.items()
+            if header.get(key) != value
+        ]
+        if differing:
+            raise ConfigError(
+                f"the budget {path} is not one of this run: {'; '.join(differing)}",
+                hint="go on with what the file was begun with, or name a file of its own for this run",
+            )
         self._accounts: dict[str, Account] = {}
         self._entered = 0  # lines that the accounts have
-        self._fits: tuple[int, Events] | None = None  # the lines, and the events that fit behind them
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -212,7 +221,7 @@ class Budget:
         """Raises ConfigError where these steps, those that are missing and all others cost more than the
         budget.
         """
-        if self._fits == (self._file.position, [*missing, *events]) or not events:
+        if not events:
             return
         delta, most = self._file.header["delta"], self._file.header["epsilon"]
         others = {run: account for run, account in self._accounts.items() if run != self.run}
@@ -230,11 +239,10 @@ class Budget:
             reserved = f"; {count(held, 'step')} reserved for other runs" if held else ""
             raise ConfigError(
                 f"{count(asked, 'step')} of this run would bring what is spent of the budget {self.path} to"
-                f" epsilon {_words(found.value)}, at delta {compact(delta)}; expected at most"
-                f" {compact(most)}, of which {_words(spent)} is spent{reserved}",
+                f" epsilon {epsilon(found.value)}, at delta {compact(delta)}; expected at most"
+                f" {compact(most)}, of which {epsilon(spent)} is spent{reserved}",
                 hint=f"take fewer steps, or more noise; psgrad dp-budget {self.path} shows the runs",
             )
-        self._fits = (self._file.position, [*missing, *events])
 
 
 def budget_of(setup: PrivateSetup, data: str, run: str) -> Budget | None:
@@ -255,28 +263,9 @@ def require_same_budget(header: Mapping[str, Any], budget: Budget | None) -> Non
         )
 
 
-def _words(value: float | None) -> str:
-    return "infinite" if value == math.inf else epsilon(value)
-
-
 def _require_budget(content: LedgerLines, path: Path) -> None:
     if content.lines and content.header.get("command") != COMMAND:
         raise LedgerError(
             f"{path} is the ledger of a run and no budget",
             hint="name another file in privacy.budget.file",
-        )
-
-
-def _require_terms(header: Mapping[str, Any], terms: Mapping[str, Any], data: str, path: Path) -> None:
-    differing = [
-        f"{key} was {header.get(key)} and is {value}"
-        for key, value in terms.items()
-        if header.get(key) != value
-    ]
-    if header.get("data") != data:
-        differing.insert(0, "the data are others")
-    if differing:
-        raise ConfigError(
-            f"the budget {path} is not one of this run: {'; '.join(differing)}",
-            hint="go on with what the file was begun with, or name a file of its own for this run",
         )

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from torch import nn
@@ -65,11 +64,6 @@ class PrivateSetup:
                 return inner(clipping)
 
         return source
-
-    @property
-    def loss(self) -> Callable[..., Any]:
-        """(loss, summary) of one row; it requires that the state of the model and the loss stays."""
-        return self.unchanged.checked(self.run.objective.loss)
 
     @property
     def draws(self) -> bool:

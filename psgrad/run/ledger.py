@@ -13,7 +13,7 @@ deceive can write a whole new chain.
 A process killed inside a write leaves an unfinished line. Nothing was released for it, as `append` had not
 returned, and the process that resumes cuts it off.
 
-A budget is a ledger of the same form that several runs write to (budget.py): `shared` makes one that is
+A budget is a ledger of the same form that several runs write to (dp_budget.py): `shared` makes one that is
 locked for each line, or for a few that belong together (`held`), in place of the life of its process.
 """
 
@@ -57,13 +57,11 @@ class Ledger(LedgerLines):
     disk: the run ends there, and a new process may resume it.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
-        self._descriptor = descriptor
-        self._sound = True
+    def __init__(self, path: Path, flags: int, alone: bool = True) -> None:
+        """Open and lock the file; os.O_CREAT in `flags` makes it. alone: see `_open`."""
+        self.path, self._descriptor, self._sound, self._size = path, _open(path, flags, alone), True, 0
         self.lines: list[dict[str, Any]] = []
         self.digests: list[str] = []
-        self._size = 0
 
     @classmethod
     def create(cls, path: Path, header: Mapping[str, Any]) -> Ledger:
@@ -73,17 +71,15 @@ class Ledger(LedgerLines):
         Raises:
             LedgerError: there is a ledger already, another process has it, or it can't be written.
         """
-        ledger, content = cls._opened(path, os.O_CREAT)
-        try:
+        ledger = cls(path, os.O_CREAT)
+        with ledger._closed_if_refused():
+            content = ledger._read_on()
             if content.lines:
                 raise LedgerError(
                     f"{path} is the ledger of an earlier run; expected a place without one",
                     hint="go on with that run (--resume), or choose another --output",
                 )
             ledger._begin(header, content)
-        except BaseException:
-            ledger.close()
-            raise
         return ledger
 
     @classmethod
@@ -93,8 +89,9 @@ class Ledger(LedgerLines):
 
         Raises LedgerError: it is damaged, or can't be written.
         """
-        ledger, content = cls._opened(path, os.O_CREAT, alone=False)
+        ledger = cls(path, os.O_CREAT, alone=False)
         try:
+            content = ledger._read_on()
             if content.lines:
                 ledger._mend(content)
             else:
@@ -141,8 +138,9 @@ class Ledger(LedgerLines):
             ConfigError: the header says otherwise than `expected`. LedgerError: the ledger is damaged, lacks
             what the checkpoint saw, is in another process's hands, or can't be written.
         """
-        ledger, content = cls._opened(path, 0)
-        try:
+        ledger = cls(path, 0)
+        with ledger._closed_if_refused():
+            content = ledger._read_on()
             require_begun(content)
             require_same_run(content.header, expected or {}, f"the ledger {path}")
             require_mark(content, mark)
@@ -153,10 +151,7 @@ class Ledger(LedgerLines):
                     hint="resume again",
                 )
             ledger._mend(content)
-            ledger._write(RESUME, _without_own_keys(note))
-        except BaseException:
-            ledger.close()
-            raise
+            ledger._write(RESUME, note)
         return ledger
 
     @staticmethod
@@ -186,7 +181,7 @@ class Ledger(LedgerLines):
         """
         if kind not in (STEP, NOTE):
             raise ValueError(f"{kind!r} lines can't be appended: {STEP!r} and {NOTE!r} can")
-        self._write(kind, _without_own_keys(content))
+        self._write(kind, content)
 
     def close(self) -> None:
         """Let other processes have the ledger."""
@@ -200,32 +195,19 @@ class Ledger(LedgerLines):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @classmethod
-    def _opened(cls, path: Path, flags: int, alone: bool = True) -> tuple[Ledger, LedgerContent]:
-        """The file locked for this process, and its content; os.O_CREAT in `flags` makes it. alone: whether
-        another process that has it is an error, in place of a wait.
-        """
-        descriptor = _open(path, flags, alone)
+    @contextmanager
+    def _closed_if_refused(self) -> Iterator[None]:
         try:
-            # The process that made the file may have been killed before the file's name was on the disk.
-            durable_files.sync_folder(path.parent)
-            ledger = cls(path, descriptor)
-            return ledger, ledger._read_on()
-        except OSError as error:
-            os.close(descriptor)
-            raise unreadable(path, error) from error
+            yield
         except BaseException:
-            os.close(descriptor)
+            self.close()
             raise
 
     def _begin(self, header: Mapping[str, Any], content: LedgerContent) -> None:
         if not is_torn_header(content.unfinished):
-            raise LedgerError(
-                f"{self.path} exists and is not a ledger",
-                hint="choose another place",
-            )
+            raise LedgerError(f"{self.path} exists and is not a ledger", hint="choose another place")
         self._mend(content)
-        self._write(HEADER, {"tool": "psgrad", "format": FORMAT, **_without_own_keys(header)})
+        self._write(HEADER, header, {"tool": "psgrad", "format": FORMAT})
 
     def _read_on(self) -> LedgerContent:
         """Take in what the file holds behind what is known of it."""
@@ -246,10 +228,15 @@ class Ledger(LedgerLines):
         except OSError as error:
             raise _unwritten(self.path, error) from error
 
-    def _write(self, kind: str, content: Mapping[str, Any]) -> None:
+    def _write(
+        self, kind: str, content: Mapping[str, Any], of_header: Mapping[str, Any] | None = None
+    ) -> None:
         """Add a line."""
+        taken = [key for key in content if key in _OWN_KEYS]
+        if taken:
+            raise ValueError(f"{', '.join(taken)}: written by the ledger itself")
         previous = self.digests[-1] if self.digests else None
-        own = {"kind": kind, "position": self.position, "previous": previous}
+        own = {"kind": kind, "position": self.position, "previous": previous, **(of_header or {})}
         text = json.dumps({**own, **content}, allow_nan=False)
         line = text.encode() + b"\n"
         self._require_as_left()
@@ -266,12 +253,11 @@ class Ledger(LedgerLines):
 
     def _require_sound(self) -> None:
         """Raises LedgerError where a write failed before, or the ledger was closed."""
-        if self._sound:
-            return
-        raise LedgerError(
-            f"the ledger {self.path} can't be written any more: it was closed, or an earlier write failed",
-            hint="end this run, and go on with --resume",
-        )
+        if not self._sound:
+            raise LedgerError(
+                f"the ledger {self.path} can't be written any more: it was closed, or a write failed",
+                hint="end this run, and go on with --resume",
+            )
 
     def _require_as_left(self, longer: bool = False) -> None:
         """Raises LedgerError where a line would not follow what this process knows: a write failed, or the
@@ -292,21 +278,23 @@ class Ledger(LedgerLines):
 
 
 def _open(path: Path, flags: int, alone: bool) -> int:
-    """The descriptor of the file, opened and locked. alone: whether another process that has it is an error,
-    in place of a wait.
+    """The descriptor of the file, opened and locked, its name on the disk. alone: whether another process
+    that has it is an error, in place of a wait.
     """
     import fcntl  # not on every system, and needed only to write a ledger
 
+    descriptor = -1
     try:
         if flags & os.O_CREAT:
             durable_files.make_folder(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | flags, 0o666 if alone else 0o600)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if alone else 0))
+        if alone or flags:
+            # The process that made the file may have been killed before the file's name was on the disk.
+            durable_files.sync_folder(path.parent)
     except OSError as error:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
         if not isinstance(error, BlockingIOError):
             raise unreadable(path, error) from error
         raise LedgerError(
@@ -314,13 +302,6 @@ def _open(path: Path, flags: int, alone: bool) -> int:
             hint="wait until that run has ended, or choose another --output",
         ) from None
     return descriptor
-
-
-def _without_own_keys(content: Mapping[str, Any]) -> dict[str, Any]:
-    taken = [key for key in content if key in _OWN_KEYS]
-    if taken:
-        raise ValueError(f"{', '.join(taken)}: written by the ledger itself")
-    return dict(content)
 
 
 def _unwritten(path: Path, error: OSError) -> LedgerError:

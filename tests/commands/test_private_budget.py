@@ -60,27 +60,6 @@ def spent_by_library(steps: list[dict[str, Any]], delta: float) -> float:
 
 
 @pytest.mark.long
-def test_budget_of_two_runs_is_their_composition(private: PrivateWorkplace) -> None:
-    private.succeeded("--steps", "2")
-    private.config["output"], private.privacy["noise"] = "second", {"multiplier": 3.0}
-    private.succeeded("--steps", "3")
-    private.succeeded("--resume")
-    steps = lines_of(private, "step")
-    assert [(line["step"], line["noise_multiplier"]) for line in steps] == [
-        *((step, 2.0) for step in (1, 2)),
-        *((step, 3.0) for step in (1, 2, 3, 4)),
-    ]
-    budget = read_budget(private.folder / "budget.jsonl")
-    found = composed(accounts_of(budget.lines), 0.01).value
-    assert found == pytest.approx(spent_by_library(steps, 0.01), rel=2e-3)
-    assert found is not None
-    assert found >= spent_by_library(steps, 0.01) * (1 - 1e-6)
-    told = json.loads(private.workplace.command("dp-budget", "budget.jsonl", "--json").out)
-    assert told["epsilon_spent"] == pytest.approx(found)
-    assert [run["steps"] for run in told["runs"]] == [2, 4]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.sweep) for each in range(1, 10))])
 def test_budget_composes_what_dp_accounting_composes(tmp_path: Path, seed: int) -> None:
     """Sixty random sequences of runs, entered as runs enter them; a tenth of them by default."""

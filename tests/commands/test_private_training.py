@@ -115,21 +115,6 @@ def test_noise_multiplier_whose_tail_ends_too_early_is_refused(private: PrivateW
     assert not (private.run_folder / "public").exists()
 
 
-def test_the_optimiser_sees_what_torch_would(private: PrivateWorkplace) -> None:
-    private.privacy.update(EXACT, optimizer={"name": "Adam", "kwargs": {"lr": 0.01, "weight_decay": 0.1}})
-    private.succeeded()
-    parameters = {
-        name: torch.nn.Parameter(value.double().clone())
-        for name, value in private.workplace.model.state_dict().items()
-    }
-    optimizer = torch.optim.Adam(parameters.values(), lr=0.01, weight_decay=0.1)
-    for name, value in clipped_sum(private, list(range(ROWS)), 0.5).items():
-        parameters[name].grad = value / 24
-    optimizer.step()
-    for name, after in private.weights().items():
-        torch.testing.assert_close(after, parameters[name].detach(), rtol=1e-6, atol=1e-8)
-
-
 def test_the_noise_on_the_weights_is_what_is_stated(private: PrivateWorkplace) -> None:
     # Nobody is drawn (but once in 10^7): the weights move by noise alone, lr * z * C / B times a standard
     # normal number.
@@ -167,72 +152,6 @@ def test_a_record_that_is_no_number_adds_nothing(private: PrivateWorkplace) -> N
         torch.testing.assert_close(after, before[name].double() - clean[name] / 24, rtol=1e-6, atol=1e-9)
     steps = pd.read_parquet(private.run_folder / "private" / "NOT_PRIVATE_steps.parquet")
     assert steps["nonfinite"].tolist() == [1]
-
-
-BILINEAR = """\
-import torch
-from torch import nn
-
-
-class Bilinear(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(16, 32, bias=False)
-        nn.init.constant_(self.layer.weight, 0.25)
-
-    def forward(self, x):
-        return (self.layer(x[..., :16]) * x[..., 16:]).sum((-1, -2))
-
-
-def total(output, target):
-    return output.sum()
-"""
-
-
-def test_clip_bound_cancelling_positions_in_the_released_sum(private: PrivateWorkplace) -> None:
-    """The first record's positions cancel but for a remainder; without noise, the sums with and without it
-    are no more than C apart.
-    """
-    (private.folder / "bilinear.py").write_text(BILINEAR)
-    private.config |= {
-        "model": {"factory": "bilinear.py:Bilinear"},
-        "loss": "bilinear.py:total",
-        "engine": {"verify": 0},
-    }
-    private.privacy.update(EXACT, clipping={"norm": 0.5})
-    rows = np.random.default_rng(0).normal(size=(ROWS, 4, 48)).astype(np.float32)
-    rows[0, 0, 16:] *= 1e12
-    rows[0, 2] = np.concatenate([rows[0, 0, :16], -rows[0, 0, 16:]])
-    sums = []
-    for first in (rows[:1], np.zeros_like(rows[:1])):
-        private.workplace.save(x=np.concatenate([first, rows[1:]]))
-        private.succeeded("--steps", "1")
-        sums.append(
-            load_file(private.run_folder / "public" / "noisy_sum.safetensors")["layer.weight"].double()
-        )
-        shutil.rmtree(private.run_folder)
-    assert 0.49 < (sums[0] - sums[1]).norm() <= 0.5
-
-
-def test_all_rows_of_a_user_are_one_record(private: PrivateWorkplace) -> None:
-    users = np.array([f"user-{row % 5}" for row in range(ROWS)])
-    private.workplace.save(user=users)
-    private.privacy.update(EXACT, unit={"column": "user"}, expected_batch_size=5)
-    private.succeeded()
-    assert private.step()["unit"] == "all rows with one user, averaged inside it"
-    arrays = private.workplace.arrays
-    model = private.workplace.model.double()
-    inputs, target = torch.from_numpy(arrays["x"]).double(), torch.from_numpy(arrays["y"])
-    rows = one_sample_gradients(model, F.cross_entropy, (inputs,), target)
-    expected = {name: torch.zeros_like(value[0]) for name, value in rows.items()}
-    for user in range(5):
-        mean = {name: value[user::5].mean(0) for name, value in rows.items()}
-        norm = torch.cat([value.flatten() for value in mean.values()]).norm()
-        for name, value in mean.items():
-            expected[name] += value * min(1.0, 0.5 * (1 - MARGIN) / float(norm))
-    before = private.workplace.model.state_dict()
-    for name, after in private.weights().items():
-        torch.testing.assert_close(after, before[name].double() - expected[name] / 5, rtol=1e-6, atol=1e-9)
 
 
 def test_frozen_parameters_stay_and_get_no_noise(private: PrivateWorkplace) -> None:
@@ -283,23 +202,6 @@ def test_a_run_leaves_what_is_public_apart_from_what_is_not(whole: PrivateWorkpl
     assert steps["step"].tolist() == [1, 2, 3]
 
 
-@pytest.mark.sweep
-def test_epsilon_can_be_computed_from_the_ledger_by_dp_accounting_alone(whole: PrivateWorkplace) -> None:
-    import dp_accounting
-    from dp_accounting import pld, rdp
-
-    whole.succeeded("--steps", "3")
-    moments, losses = rdp.RdpAccountant(), pld.PLDAccountant()
-    for line in whole.ledger("step"):
-        event = dp_accounting.PoissonSampledDpEvent(
-            line["sample_rate"], dp_accounting.GaussianDpEvent(line["noise_multiplier"])
-        )
-        moments.compose(event)
-        losses.compose(event)
-    assert whole.step()["epsilon_rdp"] == pytest.approx(moments.get_epsilon(0.01), rel=1e-6)
-    assert whole.step()["epsilon_pld"] == pytest.approx(losses.get_epsilon(0.01), rel=1e-3)
-
-
 @pytest.mark.long
 def test_neighbouring_datasets_have_the_same_public_values(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
@@ -346,15 +248,6 @@ def test_a_seed_is_reported_everywhere(private: PrivateWorkplace) -> None:
     assert private.step()["generator"] == "aes-256-ctr, insecure: seed 3"
     assert private.ledger("step")[0]["secure"] is False
     assert "seed" in outcome.out
-
-
-@pytest.mark.sweep
-def test_a_target_is_met_and_not_exceeded(whole: PrivateWorkplace) -> None:
-    whole.privacy["noise"] = {"target_epsilon": 1.5}
-    whole.succeeded("--steps", "20")
-    step = whole.step()
-    assert 1.49 < min(step["epsilon_pld"], step["epsilon_rdp"]) <= 1.5
-    assert step["planned_epsilon_pld"] == step["epsilon_pld"]
 
 
 # -- What is kept --------------------------------------------------------------------------------------------
@@ -523,10 +416,15 @@ def test_a_ledger_is_never_replaced(private: PrivateWorkplace) -> None:
     assert private.step()["steps"] == 1
 
 
-def test_a_lost_checkpoint_is_reported(private: PrivateWorkplace) -> None:
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_lost_checkpoint_is_reported(private: PrivateWorkplace, folder: bool) -> None:
     private.succeeded()
-    (private.run_folder / "checkpoint.safetensors").unlink()
-    private.refused(3, "checkpoint.safetensors is gone, and 1 steps were taken", options=("--resume",))
+    checkpoint = private.run_folder / "checkpoint.safetensors"
+    checkpoint.unlink()
+    if folder:
+        checkpoint.mkdir()
+    why = "Is a directory" if folder else "No such file"
+    private.refused(3, f"checkpoint.safetensors can't be read: {why}", "has 1 steps", options=("--resume",))
 
 
 def test_an_interrupt_waits_for_the_step_and_loses_none(
@@ -602,9 +500,7 @@ def test_a_failed_payment_releases_nothing(
 # -- What is refused -----------------------------------------------------------------------------------------
 
 
-def test_an_expected_batch_size_that_is_missing_or_off(private: PrivateWorkplace) -> None:
-    private.privacy["expected_batch_size"] = 120
-    private.refused(2, "privacy.expected_batch_size is 120, and batches will have about 12 records")
+def test_an_expected_batch_size_that_is_missing(private: PrivateWorkplace) -> None:
     del private.privacy["expected_batch_size"]
     private.refused(2, "expected_batch_size", "missing")
 
@@ -686,14 +582,6 @@ def test_damaged_private_files_are_reported(private: PrivateWorkplace) -> None:
     private.refused(3, "NOT_PRIVATE_manifest.json can't be read: it is no JSON object", options=("--resume",))
 
 
-def test_a_checkpoint_that_is_a_folder(private: PrivateWorkplace) -> None:
-    private.succeeded()
-    checkpoint = private.run_folder / "checkpoint.safetensors"
-    checkpoint.unlink()
-    checkpoint.mkdir()
-    private.refused(3, "checkpoint.safetensors can't be read: Is a directory", options=("--resume",))
-
-
 @pytest.mark.long
 def test_weights_that_are_no_numbers_any_more_are_reported(private: PrivateWorkplace) -> None:
     private.privacy["optimizer"]["kwargs"]["lr"] = 1e-3
@@ -757,7 +645,6 @@ def keeping(private: PrivateWorkplace, write: str) -> None:
     ("write", "where"),
     [
         ("self.largest = torch.full((2,), place / 8)", "largest"),
-        ("self.largest.data.numpy()[0] = place / 8", "largest"),
         ("self.known[0] = place", "known[0]"),
         ("self.frozen.data.numpy()[0] = place / 8", "frozen"),
     ],
@@ -822,24 +709,3 @@ def test_parameter_that_the_model_has_under_another_name_is_trained_as_without(
         private.succeeded("--steps", "3", "--insecure-deterministic")
         trained.append(private.weights()["weight"])
     assert torch.equal(*trained)
-
-
-def test_cache_that_follows_from_shapes_passes_and_a_counter_is_refused(private: PrivateWorkplace) -> None:
-    private.workplace.use_model("""\
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.last, self.angles, self.calls = nn.Linear(4, 3), None, 0
-
-    def forward(self, x):
-        if self.angles is None or len(self.angles) < x.shape[1]:
-            self.angles = torch.arange(x.shape[1], dtype=x.dtype)
-        return self.last(x + self.angles)
-""")
-    private.succeeded("--steps", "3")
-    assert private.step()["steps"] == 3
-    model = private.folder / "model.py"
-    model.write_text(model.read_text().replace("        return", "        self.calls += 1\n        return"))
-    private.config["output"] = "counted"
-    private.refused(3, "wrote into calls while records were computed")

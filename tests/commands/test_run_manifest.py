@@ -73,5 +73,6 @@ def test_what_is_public_names_no_path_command_or_commit(
 
 
 @pytest.fixture
-def private_workplace(workplace: Workplace) -> PrivateWorkplace:
+def private_workplace(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
+    monkeypatch.setattr("psgrad.commands.private_steps.write_plots", lambda result, folder, unit: None)
     return PrivateWorkplace(workplace)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from psgrad.errors import ConfigError
 from psgrad.run.folders import manifest_of
 from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun
+from psgrad.run.private_runs import PrivateRunFolder
 from psgrad.run.results import Progress
 from tests.crashes import Go, Tell, kill_and_resume, points_of
 from tests.private_workplace import PrivateWorkplace
@@ -36,14 +36,9 @@ def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWor
     their files alone.
     """
 
-    def write_plots(
-        result: Any,
-        public: Callable[[str, bytes], None],
-        private: Callable[[str, bytes], None],
-        unit: str = "",
-    ) -> None:
-        public("epsilon.png", b"a figure")
-        private("norms.png", b"another")
+    def write_plots(result: Any, folder: PrivateRunFolder, unit: str = "") -> None:
+        folder.write_public_bytes("epsilon.png", b"a figure")
+        folder.write_private_bytes("norms.png", b"another")
 
     monkeypatch.setattr("psgrad.commands.private_steps.write_plots", write_plots)
     monkeypatch.setattr(

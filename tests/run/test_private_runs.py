@@ -140,14 +140,6 @@ def test_private_run_overwrite_keeps_ledger(tmp_path: Path, kind: type[RunFolder
     assert names(folder.path) == before
 
 
-def test_private_run_overwrite_keeps_damaged_ledger(tmp_path: Path) -> None:
-    folder = a_run(tmp_path / "run")
-    folder.ledger.write_bytes(b"coffee was spilt")
-    with pytest.raises(OutputExistsError, match="holds the ledger"):
-        RunFolder.create(folder.path, overwrite=True)
-    assert folder.ledger.exists()
-
-
 def test_private_run_overwrite_before_first_step(tmp_path: Path) -> None:
     folder = PrivateRunFolder.create(tmp_path / "run")
     folder.write_manifest(FACTS)
@@ -176,15 +168,6 @@ def test_private_run_resume_refused(tmp_path: Path) -> None:
         PrivateRunFolder.open(a_run(tmp_path / "private").path).checkpoint
         == tmp_path / "private" / "checkpoint.safetensors"
     )
-
-
-def test_private_run_finished(tmp_path: Path) -> None:
-    folder = a_run(tmp_path / "run")
-    assert not folder.finished
-    folder.write_manifest({"state": "finished"})
-    assert folder.finished
-    (folder.path / "manifest.json").unlink()
-    assert not folder.finished
 
 
 def test_private_run_removes_temporary_files(tmp_path: Path) -> None:

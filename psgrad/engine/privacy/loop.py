@@ -26,14 +26,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.privacy.account import StepLedger
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.coins import Coins
-from psgrad.engine.privacy.drawn_rows import RowsWithCoins
 from psgrad.engine.privacy.generators import Generator, make_generator
-from psgrad.engine.privacy.loop_loader import DrawnBatch, LoopSampling, PrivateLoader
-from psgrad.engine.privacy.loop_optimizer import PrivateOptimizer, account_of
+from psgrad.engine.privacy.loop_loader import DrawnBatch, LoopSampling, PrivateLoader, RowsWithCoins
+from psgrad.engine.privacy.loop_optimizer import PrivateOptimizer, StepLedger, account_of
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.preflight import NotRun, require_separate_records, stand_ins, warm_up
 from psgrad.engine.privacy.step import PrivateTraining

@@ -99,7 +99,7 @@ class RecordReader:
         records: which rows are whose.
         take: the rows of the dataset with these numbers, in this order.
         width: rows that every record is filled up to, at least as many as one has; 1 has no axis of rows.
-            None fills up to the longest record that is read at once.
+            None for those of the longest record.
         coins: seed the generators before rows are read, for code that draws from them; None for rows that are
             the same each time.
 
@@ -122,13 +122,13 @@ class RecordReader:
         self.draws = coins is not None
         self._coins = coins
         self.inputs_of_model: int | None = None
-        self._width = width
+        self._width = records.longest if width is None else width
         self.drawn: RowNumbers = np.empty(0, dtype=np.int64)
 
     @property
     def several(self) -> bool:
         """Whether records have an axis of rows."""
-        return (self.records.longest if self._width is None else self._width) > 1
+        return self._width > 1
 
     def draw(self, records: npt.ArrayLike) -> None:
         """The records to read from now on. They are read longest first, as in `drawn`.
@@ -148,9 +148,9 @@ class RecordReader:
     def __call__(self, start: int, stop: int) -> Block:
         """The n records at the places start, ..., stop - 1 of `drawn`.
 
-        If every record is one row: each tensor [n, ...]. Else [n, k, ...], k the reader's width or the most
-        rows of a record among these, with the weights [n, k] of the rows as the last of the inputs: 1 / rows
-        for an average, 1 for a sum, and 0 for padding, which repeats the record's own last row.
+        If every record is one row: each tensor [n, ...]. Else [n, k, ...], k the reader's width, with the
+        weights [n, k] of the rows as the last of the inputs: 1 / rows, and 0 for padding, which repeats the
+        record's own last row.
         """
         chosen = self.drawn[start:stop]
         with nullcontext() if self._coins is None else self._coins.seeded():
@@ -159,8 +159,7 @@ class RecordReader:
         if not self.several:
             return rows
         sizes = self.records.sizes[chosen]
-        width = int(sizes.max()) if self._width is None else self._width
-        places, weights = _padded(sizes, width)
+        places, weights = _padded(sizes, self._width)
         self._require_like_rows(rows, places, chosen)
         return rows.grouped(places).with_inputs(after=[weights])
 

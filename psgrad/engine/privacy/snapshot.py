@@ -21,8 +21,6 @@ from psgrad.engine.execution.placement import is_quantised
 from psgrad.engine.execution.stored import as_stored
 from psgrad.errors import CheckpointError
 
-FORMAT = 1
-
 _KEY = "psgrad_private_training"
 _TENSORS, _STATE = "tensors/", "optimizer/"
 _SHOWN = 5
@@ -72,16 +70,13 @@ class Snapshot:
         packed: dict[str, Tensor] = {_TENSORS + name: tensor for name, tensor in self.tensors.items()}
         state = _packed(self.state, packed, "the optimiser's state")
         packed = _apart(packed)
-        text = json.dumps(
-            {
-                "format": FORMAT,
-                "optimizer": self.optimizer,
-                "trained": self.trained,
-                "state": state,
-                "metadata": self.metadata,
-            },
-            allow_nan=False,
-        )
+        content = {
+            "optimizer": self.optimizer,
+            "trained": self.trained,
+            "state": state,
+            "metadata": self.metadata,
+        }
+        text = json.dumps(content, allow_nan=False)
         return save(packed, {_KEY: text, "sha256": _digest(text, packed)})
 
     @classmethod
@@ -92,43 +87,23 @@ class Snapshot:
         """
         from safetensors.torch import load
 
+        hint = "the file was cut short, or changed; put the checkpoint back that belongs to this run"
         try:
             tensors = load(data)
             # `load` has checked the header's length, and does not return the header's own strings
             strings = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
         except Exception as error:  # the library raises a dozen types for a damaged file
-            raise CheckpointError(
-                f"{name} is damaged, or no checkpoint:"
-                f" {str(error).splitlines()[0] if str(error) else type(error).__name__}; expected a whole"
-                " safetensors file, as psgrad wrote it",
-                hint=(
-                    "the file was cut short, or changed by another program; put the checkpoint back"
-                    " that belongs to this run"
-                ),
-            ) from error
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            raise CheckpointError(f"{name} is damaged, or no checkpoint: {why}", hint=hint) from error
         text = strings.get(_KEY)
         if text is None:
             raise CheckpointError(
                 f"{name} is a safetensors file, but not a checkpoint of private training",
-                hint=(
-                    "weights alone, such as public/model.safetensors, don't say where training stood;"
-                    " put the checkpoint back that belongs to this run"
-                ),
+                hint="weights alone don't say where training stood; put this run's checkpoint back",
             )
         if strings.get("sha256") != _digest(text, tensors):
-            raise CheckpointError(
-                f"{name} is damaged: its SHA-256 is not the one written into it",
-                hint=(
-                    "the file was changed after it was written, or the disk lost a part of it; put the"
-                    " checkpoint back that belongs to this run"
-                ),
-            )
+            raise CheckpointError(f"{name} is damaged: its SHA-256 is not that written into it", hint=hint)
         content = json.loads(text)
-        if content["format"] != FORMAT:
-            raise CheckpointError(
-                f"{name} is of format {content['format']}; expected format {FORMAT}",
-                hint="resume it with the psgrad that wrote it",
-            )
         state = _unpacked(content["state"], tensors)
         own = {
             key.removeprefix(_TENSORS): tensor for key, tensor in tensors.items() if key.startswith(_TENSORS)

@@ -129,38 +129,6 @@ def test_pld_of_one_sampled_step_equals_integral(event: StepEvent, sides: list[s
     assert exact >= delta * (1 - 1e-3)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(("multiplier", "rate"), [(0.5, 0.3), (1.0, 0.05), (2.0, 0.8)])
-def test_pld_of_worst_replacement(multiplier: float, rate: float) -> None:
-    """The accounted pair is that of opposite records. Others of the same bound: less far apart, or on one
-    side.
-    """
-    grid = np.linspace(-40 * multiplier - 2, 40 * multiplier + 2, 100_001)
-
-    def drawn(mean: float) -> np.ndarray:
-        def noise(place: float) -> np.ndarray:
-            return np.exp(-(((grid - place) / multiplier) ** 2) / 2) / (multiplier * math.sqrt(2 * math.pi))
-
-        return (1 - rate) * noise(0.0) + rate * noise(mean)
-
-    for delta in (1e-1, 1e-3, 1e-5):
-        epsilon = value_of([(poisson(multiplier, rate, "replace_one"), 1)], delta)
-        for first, second in (
-            (0.5, -0.5),
-            (0.5, -0.3),
-            (0.5, 0.0),
-            (0.5, 0.4),
-            (0.0, -0.5),
-            (-0.1, -0.5),
-            (0.2, -0.2),
-        ):
-            true = integrate.simpson(
-                np.maximum(drawn(first) - math.exp(epsilon) * drawn(second), 0.0), x=grid
-            )
-            assert true <= delta * (1 + 1e-6)
-            assert (first, second) != (0.5, -0.5) or epsilon == 0 or true >= delta * (1 - 1e-3)
-
-
 # -- never below the truth -----------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -85,24 +84,6 @@ def test_clipping_arguments_refused() -> None:
         Clipping.flat([], 1.0)
     with pytest.raises(ConfigError, match="the parameter 'scale' is in two clipping groups, 'one' and 'two'"):
         Clipping((Group("one", ("scale",), 1.0), Group("two", ("scale",), 1.0)))
-
-
-def test_clipping_description_and_hash() -> None:
-    base = Clipping.flat(NAMES, 1.0)
-    others = [
-        Clipping.flat(NAMES, 1.0 + 1e-12),
-        Clipping.flat(NAMES[:-1], 1.0),
-        Clipping.per_layer(NAMES, 1.0),
-        Clipping.flat(NAMES, 1.0, rule="automatic"),
-    ]
-    assert len({each.hash() for each in (base, *others)}) == 1 + len(others)
-    assert base.hash() == Clipping.flat(list(NAMES), 1.0).hash()
-    assert len(base.hash()) == 64
-    assert json.loads(json.dumps(others[3].describe())) == {
-        "groups": [{"name": "all", "parameters": NAMES, "bound": 1.0}],
-        "rule": "automatic",
-        "stability": 0.01,
-    }
 
 
 # -- factors -------------------------------------------------------------------------------------------------

@@ -163,14 +163,6 @@ def test_generator_name() -> None:
 # -- integers -----------------------------------------------------------------------------------------------
 
 
-def test_generator_bits_balanced() -> None:
-    words = make_generator(seed=1).uint64(20_000)
-    ones = np.unpackbits(words.view(np.uint8).reshape(-1, 8), axis=1).sum(0)
-    # 64 independent binomials: the sum of their squared deviations is chi-square.
-    square = ((ones - 10_000) ** 2 / 5_000).sum()
-    assert ALPHA < stats.chi2(64).cdf(square) < 1 - ALPHA
-
-
 # -- normals -------------------------------------------------------------------------------------------------
 
 
@@ -368,8 +360,3 @@ def test_generator_normals_distribution() -> None:
         for way in (np.asarray, np.abs, np.square):
             correlation = np.corrcoef(way(one), way(other))[0, 1]
             assert abs(correlation) * math.sqrt(len(one)) < stats.norm.isf(ALPHA / 2)
-
-
-def test_generator_needs_integers_and_normals() -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        Generator()  # type: ignore[abstract]

@@ -56,17 +56,6 @@ def test_noise_standard_deviation(relation: Relation, sensitivity: float) -> Non
     assert deviates(values, 1.3 * sensitivity / 1.05) < 1e-6
 
 
-def test_noise_test_has_power() -> None:
-    """Normal distributions 5 % apart differ by so much that this many values show it, in 999,999 of a million
-    runs.
-    """
-    apart = max(abs(stats.norm.cdf(x) - stats.norm.cdf(x / 1.05)) for x in np.linspace(0, 3, 301))
-    # Dvoretzky, Kiefer and Wolfowitz: what is measured is off by more than this with probability 1e-6 at
-    # most.
-    off = math.sqrt(math.log(2 / 1e-6) / (2 * SIZE))
-    assert apart > 2 * off
-
-
 def test_noise_of_every_tensor() -> None:
     noisy = drawn(2.0, "add_or_remove_one", make_generator(seed=2))
     for value in noisy.values():
@@ -74,10 +63,6 @@ def test_noise_of_every_tensor() -> None:
     # The released vector as a whole: its norm is that of so many coordinates.
     square = sum(float(value.double().square().sum()) for value in noisy.values())
     assert ALPHA < stats.chi2(3 * SIZE).cdf(square) < 1 - ALPHA
-
-
-def test_noise_relative_to_sum() -> None:
-    assert Noise(1.5).standard_deviation(0.4) == 1.5 * 0.4
 
 
 # -- by itself -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.privacy.batches import RecordStreams
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
-from psgrad.engine.privacy.records import RecordReader, Records
+from psgrad.engine.privacy.records import Records
 from tests.engine.privacy.test_records import rows_gradients, taking, whole
 
 SIZES = [1, 30, 2, 1, 3, 9, 1, 17, 2, 5]
@@ -114,11 +114,3 @@ def test_record_streams_width_follows_from_the_record_alone(sizes: list[int]) ->
             assert streams._parts(np.array([record])) == [(width, [record])]
             assert records.sizes[record] <= width < 2 * records.sizes[record]
             assert width.bit_count() == 1
-
-
-def test_record_reader_fills_up_to_width(data: Data) -> None:
-    reader = RecordReader(data.records, taking((data.x,), data.y), width=40)
-    reader.draw([0, 1])
-    batch = reader(0, 2)
-    assert batch.inputs[0].shape == (2, 40, 5)
-    assert batch.inputs[1].sum(1).tolist() == pytest.approx([1.0, 1.0])

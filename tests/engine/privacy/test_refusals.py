@@ -74,13 +74,6 @@ def test_refusal_expected_batch_size_far_from_sampling(
 
 
 @pytest.mark.parametrize(
-    ("divisor", "sampling"), [(50, POISSON), (100, POISSON), (200, POISSON), (64, FIXED)]
-)
-def test_refusal_expected_batch_size_near_sampling_passes(divisor: float, sampling: Sampling) -> None:
-    require_expected_batch_size(divisor, sampling, 1000)
-
-
-@pytest.mark.parametrize(
     ("steps", "delta", "refused"),
     [
         ([(0.3, 10**6)], 1e-12, False),
@@ -216,10 +209,6 @@ def test_refusal_separate_records_pass(middle: nn.Module, rows: int) -> None:
     check(Around(middle), rows=rows)
 
 
-def test_refusal_mixed_precision_passes() -> None:
-    check(Around(nn.GELU()), autocast=torch.bfloat16)
-
-
 @pytest.mark.parametrize(
     ("layer", "kind"),
     [
@@ -280,33 +269,6 @@ def test_refusal_power_iteration_in_train_mode(old: bool) -> None:
     message = refusal(Around(wrap(nn.Linear(6, 6))))
     assert "a forward pass changes middle." in message
     assert "hint: set model.mode: eval" in message
-
-
-def test_refusal_parameter_changed_by_forward_pass() -> None:
-    class Projected(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.weight.data.div_(self.weight.data.norm() + x.data.norm())
-            return super().forward(x)
-
-    model = Around(Projected(6, 6))
-    assert "a forward pass changes middle.weight of the layer middle (Projected)" in refusal(model)
-
-
-def test_refusal_state_in_an_object_of_a_layer() -> None:
-    class Counter:
-        calls = 0
-
-    class Counting(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(6, 6)
-            self.counter = Counter()
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.counter.calls = self.counter.calls + 1
-            return super().forward(x)
-
-    message = refusal(Around(Counting()))
-    assert "a forward pass changes middle.counter.calls of the layer middle (Counting)" in message
 
 
 def test_refusal_memory_bank() -> None:
@@ -376,28 +338,6 @@ def test_refusal_batch_loss_of_model(drop: float) -> None:
     )  # of which the loss makes no use
 
 
-def test_refusal_output_of_one_number_per_row() -> None:
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(4, 6, generator=generator), torch.randn(4, generator=generator)
-
-    class Score(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            score = super().forward(x).squeeze(1)
-            return score - score.mean() * self.mixes
-
-    def constant(output: Tensor, target: Tensor) -> Tensor:
-        return 0 * output + target
-
-    for mixes in (0.0, 1.0):
-        score = Score(6, 1)
-        score.mixes = mixes
-        if not mixes:
-            require_separate_records(Objective(score, constant), (x,), y)
-            continue
-        with pytest.raises(ModelError, match="changes with the other rows of its batch"):
-            require_separate_records(Objective(score, constant), (x,), y)
-
-
 def test_refusal_error_on_one_row() -> None:
     message = refusal(Around(nn.Linear(5, 6)))
     assert (
@@ -413,18 +353,6 @@ def test_refusal_error_on_one_row() -> None:
     check(Around(Function(one)))
 
 
-def test_refusal_custom_output_class_passes() -> None:
-    class Output:
-        def __init__(self, logits: Tensor) -> None:
-            self.logits = logits
-
-    class Wrapped(nn.Linear):
-        def forward(self, x: Tensor) -> Output:  # type: ignore[override]
-            return Output(super().forward(x))
-
-    check(Wrapped(6, 3), lambda output, target: F.cross_entropy(output.logits, target[None]))
-
-
 def test_refusal_check_restores_generators_and_weights() -> None:
     model = Around(nn.Dropout(0.5))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -432,36 +360,6 @@ def test_refusal_check_restores_generators_and_weights() -> None:
     check(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
-
-
-class LayerDrop(nn.Module):
-    """A layer that is left out at random: by an `if`, or by a factor that is 0 or 1."""
-
-    def __init__(self, rate: float, by_an_if: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.rate, self.by_an_if = rate, by_an_if
-
-    def forward(self, x: Tensor) -> Tensor:
-        drawn = torch.rand([]) if self.training else torch.ones([])
-        if not self.by_an_if:
-            return self.second(x + (drawn >= self.rate) * self.first(x))  # type: ignore[no-any-return]
-        if drawn < self.rate:
-            return self.second(x)  # type: ignore[no-any-return]
-        return self.second(x + self.first(x))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("rate", "by_an_if", "training"),
-    [(0.5, True, True), (0.0, True, True), (0.5, True, False), (0.5, False, True)],
-)
-def test_refusal_branch_on_random_draw_passes(rate: float, by_an_if: bool, training: bool) -> None:
-    """A record's coins are its own, also where the batch splits by what was drawn: see test_coins.py."""
-    torch.manual_seed(0)
-    model, x, y = LayerDrop(rate, by_an_if).train(training), torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
-    before = torch.get_rng_state()
-    require_separate_records(Objective(model, F.cross_entropy), (x,), y)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_refusal_numpy_and_python_draws_pass() -> None:

@@ -112,13 +112,6 @@ def test_snapshot_resumed_training_equals_uninterrupted(
     assert identical(resumed.state_dict(), optimizer.state_dict())
 
 
-def test_snapshot_optimiser_without_state() -> None:
-    model = Net()
-    optimizer = torch.optim.Adam(trainable(model))
-    snapshot = Snapshot.from_bytes(Snapshot.take(tensors_of(model), optimizer, {}).to_bytes())
-    assert identical(snapshot.state, optimizer.state_dict())
-
-
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 values = st.recursive(
     st.none()
@@ -154,15 +147,6 @@ def test_snapshot_round_trip(
     assert identical(after.state, before.state)
     assert identical(after.metadata, metadata)
     assert (after.optimizer, after.trained) == ("x", [["a"]])
-
-
-def test_snapshot_special_values() -> None:
-    tensor = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
-    state = {"lr": float("inf"), "low": float("-inf"), "zero": -0.0, "none": None}
-    after = Snapshot.from_bytes(Snapshot({"t": tensor}, "x", [], state, {}).to_bytes())
-    assert torch.equal(after.tensors["t"].view(torch.int32), tensor.view(torch.int32))
-    assert after.state == state
-    assert str(after.state["zero"]) == "-0.0"
 
 
 def test_snapshot_views() -> None:
@@ -232,12 +216,6 @@ def test_snapshot_flipped_bit_refused() -> None:
             Snapshot.from_bytes(bytes(changed))
 
 
-def test_snapshot_zeroed_part_refused() -> None:
-    data = a_file()
-    with pytest.raises(CheckpointError, match="is damaged: its SHA-256"):
-        Snapshot.from_bytes(data[:-64] + bytes(64))
-
-
 @pytest.mark.parametrize(
     "data", [b"", b"PK\x03\x04", b"not a checkpoint at all", bytes(100), json.dumps({"a": 1}).encode()]
 )
@@ -296,13 +274,6 @@ def test_snapshot_other_model_refused(change: Callable[[Any], None], words: str)
     assert not optimizer.state
 
 
-def test_snapshot_many_differences() -> None:
-    with pytest.raises(CheckpointError, match="; and 5 more"):
-        Snapshot.from_bytes(a_file()).restore(
-            {f"x{i}": torch.ones(1) for i in range(2)}, torch.optim.SGD([torch.ones(1)])
-        )
-
-
 def test_snapshot_other_optimiser_refused() -> None:
     model = Net()
     with pytest.raises(
@@ -317,8 +288,3 @@ def test_snapshot_swapped_layers_refused() -> None:
     parameters = trainable(model)
     with pytest.raises(CheckpointError, match="has them in another order"):
         Snapshot.from_bytes(a_file()).restore(tensors_of(model), torch.optim.Adam(parameters[::-1]))
-
-
-def test_snapshot_optimiser_of_unknown_parameter() -> None:
-    with pytest.raises(ValueError, match="not among the tensors"):
-        Snapshot.take(tensors_of(Net()), torch.optim.SGD([torch.ones(1)]), {})

@@ -118,12 +118,6 @@ def test_clipped_source_updated_parameters(
                 parameter.mul_(1.5)
 
 
-def test_clipped_source_chunk_size_after_small_batch(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    stream, clipping = stream_of(model, batch, memory=1 << 20), Clipping.flat(names_of(model), 0.5)
-    stream_source(stream, 2)(clipping)
-    assert stream.chunk_size > RECORDS
-
-
 def test_clipped_source_chunk_size_chosen_once(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     """For all batches, however many records the first one has."""
     stream, clipping = stream_of(model, batch, memory=2000), Clipping.flat(names_of(model), 0.5)
@@ -248,26 +242,6 @@ def test_clipped_source_all_records_nonfinite(model: nn.Module, batch: tuple[Ten
         result = source(clipping)
         assert not any(value.any() for value in result.sums.values())
         assert not result.records.below.any()
-
-
-@pytest.mark.parametrize(("left", "right"), [(1e38, 1e30), (1e3, 1e3)], ids=["beyond float32", "moderate"])
-def test_clipped_source_cancelling_record_recomputed(
-    monkeypatch: pytest.MonkeyPatch, left: float, right: float
-) -> None:
-    """Of 64 records one cancels: it takes a pass of its own, and the others one together."""
-    x, k = planted([left, left], [right, -right])
-    rows = torch.tensor([0] * 40 + [PLACE] + [1] * 23)
-    sizes: dict[str, list[int]] = {"per_sample_weighted_sum": [], "per_sample_gradients": []}
-    for name, seen in sizes.items():
-        real = getattr(clipped_sums, name)
-
-        def counted(*arguments: Any, real: Any = real, seen: list[int] = seen, **options: Any) -> Any:
-            seen.append(len(arguments[2]))
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(clipped_sums, name, counted)
-    batch_source(bilinear, WIDE, x[rows], k[rows], samples=64)(Clipping.flat(WIDE, 1.0))
-    assert sizes == {"per_sample_weighted_sum": [64], "per_sample_gradients": [1]}
 
 
 def test_clipped_source_branching_model() -> None:

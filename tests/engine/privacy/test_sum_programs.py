@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from psgrad.data.rows import Block
-from psgrad.engine.execution.ladder import rung
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.privacy.batches import ClippedSum, RecordStreams, batch_source
@@ -148,20 +147,6 @@ def test_replayed_sums_have_the_bits_of_others_while_parameters_change(build: An
     assert twins.programs.chunks == 4
 
 
-@pytest.mark.parametrize(
-    ("count", "rows"), [(1, 1), (2, 2), (4, 4), (5, 6), (7, 8), (9, 12), (13, 16), (17, 24)]
-)
-def test_chunks_are_filled_to_few_sizes(count: int, rows: int) -> None:
-    assert rung(count) == rows
-
-
-def test_replayed_sums_by_the_automatic_rule() -> None:
-    twins = Twins(perceptron)
-    for _ in range(5):
-        twins.step(flat(twins.model, rule="automatic"), *draw())
-    assert twins.programs.chunks == 2
-
-
 def test_replayed_sums_of_a_bound_that_changes() -> None:
     twins = Twins(perceptron)
     factors = [twins.step(flat(twins.model, bound), *draw()).records.factors for bound in (1, 0.3, 2, 0.1, 9)]
@@ -209,42 +194,6 @@ def test_records_that_disagree_on_a_branch_are_not_replayed_by_the_wrong_program
         inputs, target = draw()
         inputs[:, 0] = inputs[:, 0].abs() * sign if sign else inputs[:, 0]
         twins.step(flat(twins.model), inputs, target)
-
-
-def test_replayed_steps_without_noise_are_those_of_opacus() -> None:
-    opacus_module = pytest.importorskip("opacus.grad_sample")
-    opacus_optimizers = pytest.importorskip("opacus.optimizers")
-    torch.manual_seed(0)
-    model = perceptron()
-    theirs = opacus_module.GradSampleModule(copy.deepcopy(model))
-    optimizer = opacus_optimizers.DPOptimizer(
-        torch.optim.SGD(theirs.parameters(), lr=1.0),
-        noise_multiplier=0.0,
-        max_grad_norm=0.3,
-        expected_batch_size=TOGETHER,
-    )
-    objective, programs = Objective(model, F.cross_entropy), SumPrograms()
-    for _ in range(8):
-        inputs, target = draw()
-        optimizer.zero_grad()
-        F.cross_entropy(theirs(inputs), target).backward()
-        optimizer.step()
-        source = batch_source(
-            objective.loss,
-            objective.params,
-            (inputs,),
-            target,
-            has_aux=True,
-            samples=TOGETHER,
-            programs=programs,
-        )
-        sums = source(flat(model)).sums
-        with torch.no_grad():
-            for name, parameter in objective.params.items():
-                parameter.sub_((sums[name] / TOGETHER).float())
-    assert programs.chunks == 5
-    for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 # -- runs ----------------------------------------------------------------------------------------------------
