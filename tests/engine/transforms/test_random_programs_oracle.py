@@ -21,13 +21,14 @@ from tests.random_programs.checking import (
     EQUAL,
     INFINITE,
     NOT_NOTICED,
+    ROUNDED,
     TOO_LARGE,
     UNDERFLOW,
     Outcome,
     check,
 )
 from tests.random_programs.programs import Argument, Program, Statement
-from tests.random_programs.writer import Writer
+from tests.random_programs.writer import Writer, write
 
 aten = torch.ops.aten
 NORMAL = "torch.randn({shape}, dtype=torch.float64)"
@@ -206,6 +207,15 @@ BETWEEN = {
 def test_oracle_says_what_a_difference_is(name: str) -> None:
     one, kind = BETWEEN[name]
     assert check(one).kind == kind
+
+
+@pytest.mark.long
+def test_oracle_knows_sign_of_one_number_that_rounding_makes_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number is normalised along an axis of length one; without that the difference is wrong."""
+    one = write(771000000049)
+    assert check(one).kind == ROUNDED
+    monkeypatch.setattr(checking, "_normalises_a_rounded_zero", lambda program: False)
+    assert check(one).failed
 
 
 def test_oracle_excuses_no_infinity_by_underflow(monkeypatch: pytest.MonkeyPatch) -> None:

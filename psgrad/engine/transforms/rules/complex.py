@@ -16,14 +16,13 @@ from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import (
     aten,
     elementwise,
-    elementwise_batch,
     leading,
     linear,
     of_one_if_empty,
     unchanged,
     wrap_dim,
 )
-from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.engine.transforms.rules.registry import Op, replace
 from psgrad.engine.transforms.tracer import innermost
 
 
@@ -73,7 +72,6 @@ elementwise(
     x0=lambda out, x, y: lambda g: torch.real(g),
     x1=lambda out, x, y: lambda g: torch.imag(g),
 )
-define(aten.polar.default, batch=elementwise_batch)
 
 
 @replace(aten.polar.default)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.rules.elementwise import conj
-from psgrad.engine.transforms.rules.families import aten, cast, leading, on_physical
+from psgrad.engine.transforms.rules.families import aten, cast, leading
 from psgrad.engine.transforms.rules.linear_systems import diag_of, eye_like, with_empty
 from psgrad.engine.transforms.rules.matmul import h
 from psgrad.engine.transforms.rules.registry import Op, define, replace
@@ -148,8 +148,6 @@ def _ormqr(
         _reflect(vectors, scales, x, transpose) if left else h(_reflect(vectors, scales, h(x), not transpose))
     )
 
-
-define(aten.linalg_householder_product.default, aten.ormqr.default, batch=on_physical)
 
 # -- eigenvalues ---------------------------------------------------------------------------------------------
 

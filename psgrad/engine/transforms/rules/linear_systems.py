@@ -145,25 +145,6 @@ def _lu_solve(
     return torch.linalg.solve_triangular(upper, inner, upper=True)
 
 
-def _lu_solve_batch(
-    batch: Any, op: Op, lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, **kwargs: Any
-) -> torch.Tensor:
-    """The batching rule. Either both the factors and their pivots get the sample axis, or neither."""
-    rank = max(lu.dim(), b.dim())
-    if batch.is_mapped(lu) or batch.is_mapped(pivots):
-        lead = (batch.size, *(1,) * (rank - lu.dim()))
-        factors = (
-            batch.physical(lu).reshape(*lead, *lu.shape),
-            batch.physical(pivots).reshape(*lead, *pivots.shape),
-        )
-    else:
-        factors = raised(batch, lu, rank), raised(batch, pivots, rank - 1)
-    # The kernel uses the stride of the last leading axis of the factors, which is arbitrary if its length is
-    # one.
-    return op(*(factor.contiguous() for factor in factors), raised(batch, b, rank), **kwargs)
-
-
-define(aten.linalg_lu_solve.default, batch=_lu_solve_batch)
 define(aten.linalg_ldl_solve.default, batch=one_by_one)
 
 # -- systems and inverses ------------------------------------------------------------------------------------
