@@ -180,21 +180,6 @@ def test_shapes_checker_notices_unchecked_operator(monkeypatch: pytest.MonkeyPat
     assert any(complaint.endswith("accepted") for complaint in accepted("mm"))
 
 
-@pytest.mark.parametrize("function", [torch.var_mean, torch.std_mean, torch.var, torch.std])
-@pytest.mark.parametrize(
-    "keywords", [{"dim": None}, {"dim": None, "keepdim": True, "correction": 0}, {"dim": 0, "correction": 0}]
-)
-def test_vmap_statistics_of_scalars(function: Callable[..., Any], keywords: dict[str, Any]) -> None:
-    x = torch.randn(3, dtype=torch.float64)
-    result, wanted = vmap(lambda x: function(x, **keywords))(x), [function(one, **keywords) for one in x]
-    if isinstance(result, tuple):
-        torch.testing.assert_close(
-            result, tuple(torch.stack(column) for column in zip(*wanted, strict=True)), equal_nan=True
-        )
-    else:
-        torch.testing.assert_close(result, torch.stack(wanted), equal_nan=True)
-
-
 def outcome(function: Callable[..., Any], *tensors: torch.Tensor | None) -> str:
     """Whether the function takes tensors of these shapes: "taken", "refused", or the name of an internal
     error.
