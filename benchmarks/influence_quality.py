@@ -20,7 +20,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from influence_truth import Array, Bench
 from benchmarks.script import command_line, write_json
 from psgrad.engine.influence.evaluation.controls import controls
 from psgrad.engine.influence.evaluation.metrics import ceiling, lds, lds_mean
-from psgrad.engine.influence.evaluation.statistics import damped, has_damping, score_matrix
+from psgrad.engine.influence.evaluation.statistics import score_matrix
 from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot
@@ -158,7 +158,7 @@ def add_ours(table: Table, name: str, models: int, halves: bool = False) -> None
     )
     default = score_matrix(method, fits, queries)
     table.add(label, models, default, time.perf_counter() - start)
-    if not dampings or not has_damping(method):
+    if not dampings or not hasattr(method, "relative_damping"):
         return
     places = [
         (examples(problem.load(number), problem.inputs, problem.target), Checkpoint(number, of=models))
@@ -166,7 +166,9 @@ def add_ours(table: Table, name: str, models: int, halves: bool = False) -> None
     ]
     scored = {}
     for relative in dampings:
-        changed, again = damped(method, fits, places, relative)
+        changed: Any = method
+        changed = replace(changed, damping=None, relative_damping=relative)
+        again = [changed.fit(*place) for place in places]
         scored[f"{relative:g} of the mean eigenvalue"] = score_matrix(changed, again, queries)
     table.tune(f"{label}, {models}", scored, models, label, time.perf_counter() - start)
 

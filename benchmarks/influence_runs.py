@@ -25,13 +25,11 @@ from torch import nn
 
 import psgrad
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.objective import Criterion, Objective
+from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.influence.evaluation.jobs import LoadedRows, Recipe
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, ScoreBlock, SelfBlock
 from psgrad.engine.influence.methods.gradient_products import GradientDot
-from psgrad.engine.influence.methods.replay import Replay
-from psgrad.engine.influence.ranking import Average, joined_scores
-from psgrad.engine.influence.training_run import TrainingRun
+from psgrad.engine.influence.ranking import joined_scores
 
 Array = np.ndarray[Any, Any]
 
@@ -114,23 +112,14 @@ class Place:
         model.load_state_dict(load_file(self.path))
         return model.eval()
 
-    def checkpoint(self, method: Method) -> Checkpoint:
-        """What the method is told of this checkpoint; the training run only where it is computed again.
+    def checkpoint(self) -> Checkpoint:
+        """What the method gets of this checkpoint.
 
         Its number is another one for each run: by it methods draw their projections.
         """
         number = self.number + COUNT * self.seed
-        run = self._run() if isinstance(method, Replay) else None
         queries = len(self.task.queries)
-        return Checkpoint(number, self.learning_rate, queries=queries, step=self.step, run=run, of=COUNT)
-
-    def _run(self) -> TrainingRun:
-        task, seed = self.task, self.seed
-        torch.manual_seed(seed)
-        model = task.fresh()
-        initial = {name: value.detach().clone() for name, value in model.named_parameters()}
-        objective = Objective(model, task.criterion)
-        return TrainingRun(objective, task.training, task.recipe, seed, initial)
+        return Checkpoint(number, self.learning_rate, queries=queries, of=COUNT)
 
 
 @dataclass
@@ -187,22 +176,20 @@ class Scorer:
 
     def at(self, method: Method, places: Sequence[Place], measurement: str) -> list[Kept]:
         """The scores at each checkpoint: those that the method itself joins."""
-        names = [self._name(method, places, place, measurement) for place in places]
+        names = [self._name(method, place, measurement) for place in places]
         if not all(path.exists() for path in names):
             # What a first pass imports is not measured.
-            self._scored(GradientDot(), places[:1], ["loss"])
+            self._scored(GradientDot(), places[0], ["loss"])
             self._compute(method, places, measurement, names)
         return [self._stored(path) for path in names]
 
-    def joined(
-        self, method: Method, runs: Sequence[list[Place]], measurement: str, average: Average
-    ) -> Array:
+    def joined(self, method: Method, runs: Sequence[list[Place]], measurement: str, average: str) -> Array:
         """[n, m]: of all these checkpoints together."""
         parts = [each for places in runs for each in self.at(method, places, measurement)]
+        if average == "plain":
+            return torch.stack([each.matrix for each in parts]).mean(0).numpy()
         queries: Any = [None] * len(parts)
-        blocks = joined_scores(method, parts, queries, average=average)
-        scores: Array = torch.cat([block.scores[""] for block in blocks]).numpy()
-        return scores
+        return torch.cat([block.scores[""] for block in joined_scores(method, parts, queries)]).numpy()
 
     def _stored(self, path: Path) -> Kept:
         with np.load(path) as stored:
@@ -211,45 +198,30 @@ class Scorer:
             weights = torch.as_tensor(stored["weights"]) if "weights" in stored.files else None
             return Kept(torch.as_tensor(stored["scores"]).double(), weights)
 
-    def _name(self, method: Method, places: Sequence[Place], place: Place, measurement: str) -> Path:
-        of_run = [each.path.name for each in places] if method.fits_whole_run else []
-        told = repr((method, place.path.parent.name, place.path.name, of_run, measurement))
+    def _name(self, method: Method, place: Place, measurement: str) -> Path:
+        told = repr((method, place.path.parent.name, place.path.name, [], measurement))
         return self.task.cache / f"scores-{hashlib.sha256(told.encode()).hexdigest()[:20]}.npz"
 
     def _compute(
         self, method: Method, places: Sequence[Place], measurement: str, names: Sequence[Path]
     ) -> None:
-        groups = [list(range(len(places)))] if method.fits_whole_run else [[at] for at in range(len(places))]
         measurements = self.together.get(method, (measurement,))
-        for group in groups:
-            if all(names[at].exists() for at in group):
-                continue
-            of_group = [places[at] for at in group]
-            paths = [self._name(method, places, place, each) for each in measurements for place in of_group]
-            kept_apart(paths, lambda now=of_group: self._scored(method, now, measurements))
-            print(f"{method.name} at {of_group[-1].path}", flush=True)
+        for place, name in zip(places, names, strict=True):
+            if not name.exists():
+                paths = [self._name(method, place, each) for each in measurements]
+                kept_apart(paths, lambda place=place: self._scored(method, place, measurements))
+                print(f"{method.name} at {place.path}", flush=True)
 
-    def _scored(
-        self, method: Method, places: Sequence[Place], measurements: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        """What is kept of each measurement and checkpoint; seconds are of the fit and this measurement."""
-        models, task = [place.model() for place in places], self.task
+    def _scored(self, method: Method, place: Place, measurements: Sequence[str]) -> list[dict[str, Any]]:
+        """What is kept of each measurement; seconds are of the fit and this measurement."""
+        model, task = place.model(), self.task
         start = time.process_time()
-        fitted = method.fit_run(
-            [
-                (task.examples(model, task.training), place.checkpoint(method))
-                for model, place in zip(models, places, strict=True)
-            ]
-        )
+        fitted = method.fit(task.examples(model, task.training), place.checkpoint())
         fit, found = time.process_time() - start, list[dict[str, Any]]()
         for measurement in measurements:
             start = time.process_time()
-            asked = method.queries_of_run(
-                [task.examples(model, task.queries, measurement) for model in models]
-            )
-            blocks = [list(one.scores(query)) for one, query in zip(fitted, asked, strict=True)]
-            spent = (fit + time.process_time() - start) / len(places)
-            found += [{"seconds": spent, **_arrays(each)} for each in blocks]
+            blocks = list(fitted.scores(task.examples(model, task.queries, measurement)))
+            found.append({"seconds": fit + time.process_time() - start, **_arrays(blocks)})
         return found
 
 
@@ -269,7 +241,7 @@ class Row:
     runs: int
     checkpoints: str
     measurement: str = "loss"
-    average: Average = "relative"
+    average: str = "relative"
 
     def places(self, runs: Sequence[list[Place]]) -> list[list[Place]]:
         """Of each run the checkpoints that count: the last one, all, or every other one."""

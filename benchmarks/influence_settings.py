@@ -64,8 +64,6 @@ from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
-from psgrad.engine.influence.methods.replay import Replay
-from psgrad.engine.influence.methods.source import Source
 
 RUNS, LONG_RUNS = 10, 3  # models of the whole training set, and those whose checkpoints are scored, too
 RANDOM = "control: random"
@@ -191,7 +189,6 @@ def truth(setting: Setting) -> tuple[Array, float]:
 def shortened(setting: Setting) -> Setting:
     """The setting without what takes most of the time."""
     slow = [row.name for row in setting.rows if row.runs == LONG_RUNS and row.checkpoints == "all"]
-    slow += [row.name for row in setting.rows if isinstance(row.method, Replay)]
     rows = [row for row in setting.rows if row.name not in slow]
     why = dict.fromkeys([*slow, "other libraries"], "left out by --short")
     return replace(setting, rows=rows, rivals=(), not_run={**setting.not_run, **why})
@@ -217,7 +214,6 @@ def of_classes(recipe: Recipe) -> list[Row]:
         Row("influence, three runs x ten checkpoints", exact, LONG_RUNS, "all"),
         *of_sampled_rows(decay),
         *of_factors(factored),
-        Row("source, ten checkpoints", Source(weight_decay=decay, momentum=recipe.momentum), 1, "all"),
         Row("trak, final model", TRAK(), 1, "last"),
         Row("trak, ten final models", TRAK(), RUNS, "last"),
         *of_gradients(decay),
@@ -293,10 +289,8 @@ def of_digits(
     )
     rows, not_run = of_classes(recipe), dict[str, str]()
     if name in ("digits", "remove10"):
-        rows.append(Row("replay, one run", Replay(subsets=0), 1, "last"))
         rivals: Sequence[Rival] = (HESSIAN, *QUICK)
     else:
-        not_run["replay"] = "the derivative of the whole run for 360 queries takes minutes"
         not_run[HESSIAN.name] = "the Hessian of all parameters takes minutes"
         rivals = QUICK
     order = (
@@ -360,13 +354,11 @@ def of_text(cache: Path) -> Setting:
         Row("influence, empirical Fisher, final model", fisher, 1, "last"),
         Row("influence, empirical Fisher, ten final models", fisher, RUNS, "last"),
         Row("influence, empirical Fisher, one run's ten checkpoints", fisher, 1, "all"),
-        Row("source, ten checkpoints", Source(weight_decay=decay), 1, "all"),
         *of_gradients(decay),
     ]
     not_run = {
         "influence": "the Gauss-Newton matrix by conjugate gradients took more than three minutes",
         "trak": "a loss over positions is no function of one margin",
-        "replay": "the derivative of the whole run for 100 queries takes minutes",
         HESSIAN.name: "34,688 parameters are too many for a Hessian in memory",
         "dattri IF-CG": "a thousand products with the Hessian take minutes",
         "dattri TRAK, traker": "their margins are those of one label",
@@ -578,7 +570,7 @@ def main() -> None:
         metavar="DIR",
         help="trained models, outcomes and scores",
     )
-    parser.add_argument("--short", action="store_true", help="without other libraries, three runs and replay")
+    parser.add_argument("--short", action="store_true", help="without other libraries and three runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -38,7 +38,6 @@ from psgrad.engine.influence.evaluation.metrics import ceiling, lds
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.gradient_products import GradientDot, TracIn
 from psgrad.engine.influence.methods.influence import Influence
-from psgrad.engine.influence.methods.source import Source
 
 RUNS = (0, 1, 2)
 EXACT, FACTORED = Influence(weight_decay=RECIPE.weight_decay), EKFAC(weight_decay=RECIPE.weight_decay)
@@ -46,7 +45,6 @@ EXACT, FACTORED = Influence(weight_decay=RECIPE.weight_decay), EKFAC(weight_deca
 SAMPLED, TWICE = (
     Influence(curvature="sampled", draws=draws, weight_decay=RECIPE.weight_decay) for draws in (1, 2)
 )
-SOURCE = Source(weight_decay=RECIPE.weight_decay, momentum=RECIPE.momentum)
 TEN, THREE, TEN_FACTORED = (
     "influence, ten checkpoints",
     "influence, three runs x ten",
@@ -79,7 +77,6 @@ def rows() -> list[Row]:
         Row("ekfac, ten checkpoints, plain mean", FACTORED, 1, "all", average="plain"),
         Row("gradient_dot, final checkpoint", GradientDot(), 1, "last"),
         Row("tracin, ten checkpoints, their learning rates", TracIn(), 1, "all"),
-        Row("source, ten checkpoints", SOURCE, 1, "all"),
         Row(THREE, EXACT, 3, "all"),
         Row("influence, sampled, three runs x ten", SAMPLED, 3, "all"),
         Row("ekfac, three runs x ten", FACTORED, 3, "all"),

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from psgrad.run.results.plan import PlanResult
     from psgrad.run.results.privacy import DPAuditResult, DPPlanResult, DPStepResult
     from psgrad.run.results.privacy_report import BudgetResult, DPReport
+    from psgrad.run.results.review import ReviewResult
 
 __all__ = [
     "Config",
@@ -62,6 +63,7 @@ __all__ = [
     "per_sample_gradients",
     "plan",
     "report",
+    "review",
     "save_baseline",
     "select",
     "validate",
@@ -225,6 +227,30 @@ def influence(
         )
 
 
+def review(
+    config: AnyConfig,
+    base: AnyPath,
+    head: AnyPath | None = None,
+    *,
+    overwrite: bool = False,
+    report: bool = True,
+    progress: Say = lambda _: None,
+    **objects: Unpack[Objects],
+) -> ReviewResult:
+    """What a change of the training data will do, before anybody trains on it; `psgrad review`."""
+    from psgrad.commands.review import review as run_review
+
+    with config_of(config, objects) as found:
+        return run_review(
+            found,
+            str(base),
+            None if head is None else str(head),
+            overwrite=overwrite,
+            report=report,
+            progress=progress,
+        )
+
+
 def influence_index(
     config: AnyConfig,
     *,
@@ -306,7 +332,7 @@ def dp_audit(
 
 def dp_budget(file: AnyPath) -> BudgetResult:
     """What all private runs on a dataset spent together; `psgrad dp-budget`."""
-    from psgrad.commands.private_budget import dp_budget as run_dp_budget
+    from psgrad.commands.dp_budget import dp_budget as run_dp_budget
 
     return run_dp_budget(Path(file))
 

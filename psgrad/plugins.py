@@ -1,4 +1,4 @@
-"""Finds and configures plugins: measures, influence methods, detectors, losses and sources.
+"""Finds and configures plugins: measures, influence methods, detectors and losses.
 
 A plugin is a dataclass; its fields are its options. Its name in a config is that of one of psgrad's own or
 that of an entry point of another package (psgrad/config/plugin_names.py), or `module:Class` or
@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from psgrad.config import did_you_mean, is_callable_spec
 from psgrad.config.plugin_names import OWN, Group, installed_plugins, plugin_names
 from psgrad.config.reading import explain
-from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, MeasureError, PsgradError
+from psgrad.errors import ConfigError, InfluenceError, LossError, MeasureError, PsgradError
 from psgrad.user_code import describe_failure, resolve
 
 
@@ -77,15 +77,7 @@ LOSSES = PluginKind(
     "CONTRIBUTING.md",
     LossError,
 )
-SOURCES = PluginKind(
-    "source",
-    "sources",
-    "psgrad.data.sources.source:Source",
-    "data.path",
-    "CONTRIBUTING.md",
-    DataError,
-)
-KINDS = (MEASURES, METHODS, DETECTORS, LOSSES, SOURCES)
+KINDS = (MEASURES, METHODS, DETECTORS, LOSSES)
 
 
 def configured(kind: PluginKind, name: str, options: Mapping[str, Any], base: Path) -> Any:
@@ -96,9 +88,7 @@ def configured(kind: PluginKind, name: str, options: Mapping[str, Any], base: Pa
     """
     found = find(kind, name, base)
     known = options_of(found)
-    problems = [
-        _unknown_option(kind, found, name, option, known) for option in options if option not in known
-    ]
+    problems = [_unknown_option(kind, name, option, known) for option in options if option not in known]
     if not problems:
         try:
             if not known:
@@ -170,8 +160,7 @@ def _checked(kind: PluginKind, name: str, found: Any) -> type[Any]:
     return found
 
 
-def _unknown_option(kind: PluginKind, plugin: type[Any], name: str, option: str, known: list[str]) -> str:
-    refused: Mapping[str, str] = getattr(plugin, "not_taken", {})
+def _unknown_option(kind: PluginKind, name: str, option: str, known: list[str]) -> str:
     takes = f"it takes {', '.join(known)}" if known else "it takes none"
     meant = did_you_mean(option, known, before="", after=" ")
-    return f"{kind.key}: {option}: unknown option of {name}; {refused.get(option, meant + takes)}"
+    return f"{kind.key}: {option}: unknown option of {name}; {meant}{takes}"

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
@@ -72,68 +71,35 @@ def live_objects(objects: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
         _live.reset(before)
 
 
-@dataclass
-class _ImportedBeside:
-    """What was imported from a folder: its modules, the hash of each one's file then, and the files that a
-    config names, which may have imported them. blocks: how many of `importing_beside` are open.
-    """
-
-    folder: Path
-    modules: dict[str, ModuleType] = field(default_factory=dict)
-    hashes: dict[str, str | None] = field(default_factory=dict)
-    named_files: set[str] = field(default_factory=set)
-    blocks: int = 0
-
-    def note(self, names: set[str]) -> None:
-        """Keep those of newly imported modules that lie in the folder."""
-        for name in names & sys.modules.keys():
-            module = sys.modules[name]
-            if name.startswith(_FILE_MODULE):
-                self.named_files.add(name)
-            elif _lies_in(self.folder, module):
-                self.modules[name], self.hashes[name] = module, _hash_of(module)
-
-    def forget_edited(self) -> None:
-        """Forget all modules where a file of them was edited: they may have imported one another."""
-        if all(_hash_of(module) == self.hashes[name] for name, module in self.modules.items()):
-            return
-        for name in self.named_files:
-            sys.modules.pop(name, None)
-        self.modules, self.hashes, self.named_files = {}, {}, set()
-
-
-_beside: dict[Path, _ImportedBeside] = {}
+_folders: set[Path] = set()  # of the open blocks of `importing_beside`
 
 
 @contextmanager
 def importing_beside(base: Path) -> Iterator[None]:
     """While the block runs, modules in a config's folder can be imported; what is installed comes first.
 
-    Afterwards sys.path and sys.modules are as before. The modules are kept for the next block of this folder,
-    unless a file of them was edited. No __pycache__ is written.
+    Afterwards sys.path and sys.modules are as before: another config may have modules of the same names. No
+    __pycache__ is written. A block inside of another one for the same folder changes nothing.
     """
     folder = base.resolve()
-    kept = _beside.setdefault(folder, _ImportedBeside(folder))
-    if kept.blocks == 0:
-        kept.forget_edited()
-        before, kept_bytecode = set(sys.modules), sys.dont_write_bytecode
-        sys.modules.update({name: each for name, each in kept.modules.items() if name not in before})
-        sys.path.append(str(folder))
-        sys.dont_write_bytecode = True
-        importlib.invalidate_caches()
-    kept.blocks += 1
-    there = set(sys.modules)
+    if folder in _folders:
+        yield
+        return
+    before, writes_bytecode = set(sys.modules), sys.dont_write_bytecode
+    sys.path.append(str(folder))
+    sys.dont_write_bytecode = True
+    importlib.invalidate_caches()
+    _folders.add(folder)
     try:
         yield
     finally:
-        kept.note(set(sys.modules) - there)
-        kept.blocks -= 1
-        if kept.blocks == 0:
-            for name in kept.modules.keys() - before:
-                sys.modules.pop(name, None)
-            sys.dont_write_bytecode = kept_bytecode
-            if str(folder) in sys.path:  # code of the user's may have changed it
-                del sys.path[len(sys.path) - 1 - sys.path[::-1].index(str(folder))]
+        _folders.remove(folder)
+        for name in sys.modules.keys() - before:
+            if name.startswith(_FILE_MODULE) or _lies_in(folder, sys.modules[name]):
+                del sys.modules[name]
+        sys.dont_write_bytecode = writes_bytecode
+        if str(folder) in sys.path:  # code of the user's may have changed it
+            del sys.path[len(sys.path) - 1 - sys.path[::-1].index(str(folder))]
 
 
 def with_code_beside(
@@ -155,13 +121,6 @@ def _lies_in(folder: Path, module: ModuleType) -> bool:
     if place is None or {"site-packages", "dist-packages"} & set(Path(place).parts):
         return False
     return Path(place).resolve().is_relative_to(folder)
-
-
-def _hash_of(module: ModuleType) -> str | None:
-    try:
-        return hashlib.sha256(Path(module.__file__ or "").read_bytes()).hexdigest()
-    except OSError:  # a package without a file, or a file that is gone
-        return None
 
 
 def module_of(spec: str) -> str:

@@ -85,7 +85,10 @@ class Operations:
             return call
 
         known = {"open": open_, "write": write, "fsync": fsync}
-        for name, instead in {**known, **{name: counted(name) for name in ("replace", "mkdir")}}.items():
+        for name, instead in {
+            **known,
+            **{name: counted(name) for name in ("replace", "mkdir", "ftruncate")},
+        }.items():
             patch.setattr(os, name, instead)
 
     def _pass(self, half: Callable[[], object] = lambda: None) -> None:

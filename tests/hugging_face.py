@@ -151,3 +151,34 @@ def tiny_tokenizer(folder: Path, texts: Sequence[str] = TEXTS, kind: str = "bert
 
 
 __all__ = ["AUTO", "CHAT_TEMPLATE", "SPECIAL", "TEXTS", "VOCABULARY", "tiny_model", "tiny_tokenizer"]
+
+
+def save_lora(folder: Path, base: Path, targets: Sequence[str], rank: int = 2) -> None:
+    """Write a new adapter of the causal language model in `base`, whose update is zero, as peft does."""
+    import peft
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    settings = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=list(targets), task_type="CAUSAL_LM")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        peft.get_peft_model(model, settings).save_pretrained(folder)
+
+
+def quantise(folder: Path, bits: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Write the causal language model of a folder anew, its layers in `bits`: 8bit, 4bit (as QLoRA has them),
+    nf4 or fp4. The model that bitsandbytes keeps.
+    """
+    options: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": bits.replace("4bit", "nf4")}
+    options = {"load_in_8bit": True} if bits == "8bit" else options
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        quantization_config=transformers.BitsAndBytesConfig(
+            **options, **({"bnb_4bit_use_double_quant": True} if bits == "4bit" else {})
+        ),
+        device_map={"": "cpu"},
+        dtype=dtype,
+    )
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).unlink()
+    model.save_pretrained(folder)
+    return model

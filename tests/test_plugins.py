@@ -16,7 +16,6 @@ from psgrad.plugins import (
     KINDS,
     LOSSES,
     MEASURES,
-    SOURCES,
     PluginKind,
     configured,
     find,
@@ -30,7 +29,6 @@ OTHER_PACKAGE = """
 from dataclasses import dataclass
 from psgrad.engine.measures.measure import Measure
 from psgrad.data.losses.value_losses import MSE
-from psgrad.data.sources.formats.arrays import NPZ
 
 @dataclass
 class Halved(Measure):
@@ -46,16 +44,12 @@ class FirstOutput(MSE):
     def __call__(self, output, target):
         return output[0]
 
-class Zipped(NPZ):
-    name = "zipped"
-
 class Nothing:
     pass
 """
 INSTALLED = {
     "psgrad.measures": {"halved": "Halved", "nothing": "Nothing", "gone": "Gone"},
     "psgrad.losses": {"first_output": "FirstOutput"},
-    "psgrad.sources": {"zipped": "Zipped"},
 }
 
 
@@ -92,7 +86,7 @@ def test_options_that_a_plugin_does_not_take(
 
 @pytest.fixture
 def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A package of someone else with a measure, a loss and a source, as if it were installed."""
+    """A package of someone else with a measure and a loss, as if it were installed."""
     (tmp_path / "other_package.py").write_text(OTHER_PACKAGE)
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -120,14 +114,6 @@ def test_entry_point_measure_in_a_run(workplace: Workplace) -> None:
 def test_entry_point_loss_in_a_run(workplace: Workplace) -> None:
     assert config_from({**workplace.config, "loss": "first_output"}).loss.name == "first_output"
     workplace.config["loss"] = "first_output"
-    workplace.succeeded()
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("other_package")
-def test_entry_point_source_in_a_run(workplace: Workplace) -> None:
-    (workplace.folder / "data.npz").rename(workplace.folder / "data.zipped")
-    workplace.config["data"]["path"] = "data.zipped"
     workplace.succeeded()
 
 
@@ -162,5 +148,5 @@ def test_plugin_that_fails_as_it_is_made(tmp_path: Path) -> None:
 def test_unknown_name_lists_installed_plugins_too() -> None:
     with pytest.raises(ConfigError, match=r"did you mean halved\?"):
         find(MEASURES, "halve", Path())
-    with pytest.raises(ConfigError, match="there is no source 'orc'"):
-        find(SOURCES, "orc", Path())
+    with pytest.raises(ConfigError, match="there is no loss 'orc'"):
+        find(LOSSES, "orc", Path())

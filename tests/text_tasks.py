@@ -257,7 +257,7 @@ CASES: dict[str, TextCase] = {
             {"text": "a dog ran over the hill and far away"},
             {"text": "what a fine day"},
         ],
-        "text: text, masked: 0.4, seed: 3",
+        "text: text",
         _hidden,
     ),
     "answer": TextCase(

@@ -40,15 +40,8 @@ def digits_report(target: Path, folder: Path) -> None:
         browser.close()
 
 
-def dp_plan(target: Path, folder: Path) -> None:
-    """The figure of `psgrad dp-step --plan`."""
-    psgrad("dp-step", "configs/digits-dp.yaml", "--plan", "--output", str(folder / "run"))
-    shutil.copy(folder / "run-plan.png", target)
-
-
 PICTURES: Mapping[str, Callable[[Path, Path], None]] = {
     "digits-report": digits_report,
-    "dp-plan": dp_plan,
 }
 """name -> what makes docs/<name>.png, from the path of the picture and an empty folder."""
 

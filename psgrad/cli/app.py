@@ -26,6 +26,7 @@ from psgrad.cli.merge import merge
 from psgrad.cli.ops import ops
 from psgrad.cli.plan import plan
 from psgrad.cli.report import report
+from psgrad.cli.review import review
 from psgrad.cli.schema import schema
 from psgrad.cli.select import select
 from psgrad.cli.validate import validate
@@ -41,7 +42,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "diff": diff,
         "select": select,
     },
-    "Influence": {"influence": influence, "influence index": influence_index},
+    "Influence": {"influence": influence, "influence index": influence_index, "review": review},
     "Private training": {
         "dp-step": dp_step,
         "dp-audit": dp_audit,

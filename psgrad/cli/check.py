@@ -92,17 +92,13 @@ def show_check(result: CheckResult, style: str, output: Path | None = None) -> N
 
     write_text(render_check(result, style), output)
     if style != "terminal" or output is not None:
-        from psgrad.reports.ci_text import clean, headline, outcome_line
+        from psgrad.reports.ci import verdict_lines
 
-        for line in (
-            headline(result),
-            *map(outcome_line, result.outcomes),
-            *(f"warning: {clean(each)}" for each in result.warnings),
-        ):
+        for line in verdict_lines(result):
             typer.echo(line, err=True)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if style == "github" and summary:
-        from psgrad.reports.ci_text import write_summary
+        from psgrad.reports.ci import write_summary
 
         try:
             write_summary(result, Path(summary))

@@ -8,13 +8,10 @@ from typing import Annotated
 
 import typer
 
-from psgrad.cli.check import write_text
-
 
 class DiffFormat(StrEnum):
     terminal = "terminal"
     json = "json"
-    markdown = "markdown"
 
 
 RunA = Annotated[
@@ -28,14 +25,6 @@ Top = Annotated[
     int, typer.Option("--top", metavar="N", min=1, help="How many samples of each change are listed.")
 ]
 AFormat = Annotated[DiffFormat, typer.Option("--format", help="How the comparison is written.")]
-ToFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        metavar="FILE",
-        help="Write it to a file in place of the terminal.",
-    ),
-]
 
 
 def diff(
@@ -43,7 +32,6 @@ def diff(
     b: RunB,
     top: Top = 20,
     style: AFormat = DiffFormat.terminal,
-    output: ToFile = None,
 ) -> None:
     """Compare two finished runs, sample by sample.
 
@@ -52,10 +40,6 @@ def diff(
     data.
     """
     from psgrad.commands.diff import diff as compared
-    from psgrad.reports.comparison import render_comparison, sentences
+    from psgrad.reports.comparison import render_comparison
 
-    result = compared(a, b, top=top)
-    write_text(render_comparison(result, style.value), output)
-    if output is not None:
-        for line in sentences(result):
-            typer.echo(line, err=True)
+    typer.echo(render_comparison(compared(a, b, top=top), style.value), nl=False)

@@ -23,7 +23,7 @@ def dp_budget(
     older copy of it is whole, too: compare the number of lines and the last hash with those that were
     printed before.
     """
-    from psgrad.commands.private_budget import dp_budget as read
+    from psgrad.commands.dp_budget import dp_budget as read
     from psgrad.reports.privacy import write_budget
 
     write_budget(read(file), "json" if as_json else "terminal", sys.stdout)

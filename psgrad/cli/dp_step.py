@@ -39,10 +39,6 @@ Seeded = Annotated[
         help="Allow noise.seed, for tests: whoever knows the seed can subtract the noise.",
     ),
 ]
-ShowPrivate = Annotated[
-    bool,
-    typer.Option("--show-private", help="Also print batch sizes, losses and norms, on stderr: NOT PRIVATE."),
-]
 
 
 def dp_step(
@@ -54,7 +50,6 @@ def dp_step(
     settings: Settings = None,
     overwrite: Overwrite = False,
     insecure_deterministic: Seeded = False,
-    show_private: ShowPrivate = False,
     as_json: AsJson = False,
     processes: ProcessesOption = 1,
     shown: ProgressOption = ProgressStyle.auto,
@@ -68,18 +63,15 @@ def dp_step(
     """
     style = "json" if as_json else "terminal"
     if plan:
-        given = {"--resume": resume, "--show-private": show_private, OPTION: processes > 1}
-        require_alone("--plan", given)
+        require_alone("--plan", {"--resume": resume, OPTION: processes > 1})
         require_one("dp-step --plan")
-        resolved = read_config(config, settings, output)
+    resolved = read_config(config, settings, output)
+    if plan:
         from psgrad.commands.dp_plan import dp_plan as run_dp_plan
         from psgrad.reports.privacy import write_plan_of_noise
 
-        planned = run_dp_plan(resolved)
-        _say_notes(planned.notes)
-        write_plan_of_noise(planned, style, sys.stdout)
+        write_plan_of_noise(run_dp_plan(resolved), style, sys.stdout)
         return
-    resolved = read_config(config, settings, output)
     if not resume:
         require_free(resolved.output, overwrite)
     from psgrad.commands.dp_step import dp_step as run_dp_step
@@ -96,15 +88,8 @@ def dp_step(
         )
     if result is None:  # on all ranks but the first
         return
-    from psgrad.reports.privacy import write_private_steps, write_step
+    from psgrad.reports.privacy import write_step
 
-    _say_notes(result.notes)
-    write_step(result, style, sys.stdout)
-    if show_private:
-        # Never on stdout: what is piped on, or kept as the record of a run, is public.
-        write_private_steps(result, sys.stderr)
-
-
-def _say_notes(notes: list[str]) -> None:
-    for note in notes:
+    for note in result.notes:
         typer.echo(note, err=True)
+    write_step(result, style, sys.stdout)

@@ -45,5 +45,4 @@ def _show(found: Validation) -> None:
     problems = count(len(found.problems), "problem")
     typer.echo(printable(f"error: the config {found.config} has {problems}:"), err=True)
     for problem in found.problems:
-        where = f"{problem.where}: " if problem.where else ""
-        typer.echo(printable(f"  {where}{problem.error}".replace("\n", "\n  "), keep="\n\t"), err=True)
+        typer.echo(printable(f"  {problem}".replace("\n", "\n  "), keep="\n\t"), err=True)

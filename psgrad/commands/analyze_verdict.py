@@ -17,8 +17,8 @@ from psgrad.config.plugin_names import OWN
 from psgrad.data.derived import DrawnSamples
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
+from psgrad.quality.baselines import read_baseline, read_reference
 from psgrad.quality.detector import detector_from
-from psgrad.quality.gates import read_baseline, read_reference
 from psgrad.quality.judging import OutlierTable, judge
 from psgrad.quality.references import Reference, measured_as, reference_of, require_comparable, scored_by
 from psgrad.run.finished import finished_manifest, load_run
@@ -95,7 +95,7 @@ def _column_of_data(run: Setup, measures: Sequence[Measure]) -> tuple[str, npt.N
     by = run.config.analyze.outliers.group_by
     if by is None or by in {"class", "length", *SAMPLE_COLUMNS} or _giving(measures, by):
         return None
-    units = run.more_samples(run.config.data, by).units
+    units = run.other_samples(run.config.data, by).units
     if units is None:
         return None
     return by, units[run.samples.rows] if isinstance(run.samples, DrawnSamples) else units

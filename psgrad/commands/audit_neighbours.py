@@ -8,24 +8,21 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from psgrad.commands.private_setup import PrivateSetup
-from psgrad.commands.private_statement import ledger_header, ledger_line
 from psgrad.engine.execution.loading import to_device
 from psgrad.engine.privacy.audit import Replayed, compare_neighbours
-from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams, batch_source
-from psgrad.engine.privacy.clipped_sums import Total
+from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source
+from psgrad.engine.privacy.clipped_sums import Sums, Total
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Records, record_loss
-from psgrad.engine.privacy.snapshot import tensors_of
-from psgrad.engine.privacy.unchanged import BitSums, Unchanged, has_bits
+from psgrad.engine.privacy.unchanged import Unchanged
 from psgrad.ragged import Block
 from psgrad.run.results.privacy import NeighbourPair
 
@@ -53,16 +50,10 @@ _TAKEN_BACK = [
     )
 ]
 
-
-class Neighbours(NamedTuple):
-    """Two neighbouring batches: how they differ, in words, and the clipped sum of each.
-
-    Records are drawn when a sum is asked for: there is one source at a time.
-    """
-
-    pair: str
-    first: GradientSource
-    second: GradientSource
+Neighbours = tuple[str, GradientSource, GradientSource]
+"""Two neighbouring batches: how they differ, in words, and the clipped sum of each. Records are drawn when a
+sum is asked for: there is one source at a time.
+"""
 
 
 def audited_pairs(setup: PrivateSetup, multiplier: float) -> tuple[list[NeighbourPair], list[str]]:
@@ -72,53 +63,34 @@ def audited_pairs(setup: PrivateSetup, multiplier: float) -> tuple[list[Neighbou
     worst: dict[str, Replayed] = {}
     batch = setup.sampling.draw(len(setup.records), make_generator())[:_MOST_RECORDS]
     for pair, first, second in itertools.chain(_of_dataset(setup, batch), _cancelling(setup, batch)):
-        found = compare_neighbours(
-            first,
-            second,
-            setup.clipping,
-            Noise(multiplier),
-            setup.privacy.relation,
-            make_generator(),
-            pair=pair,
-        )
+        relation, noise = setup.privacy.relation, Noise(multiplier)
+        found = compare_neighbours(first, second, setup.clipping, noise, relation, pair=pair)
         before = worst.get(pair)
         if before is None or (not found.holds, found.over) > (not before.holds, before.over):
             worst[pair] = found
-    pairs = [_as_pair(found) for found in worst.values()]
-    if setup.privacy.relation == "add_or_remove_one":
-        pairs.append(_published_pair(setup, multiplier))
+    pairs = [
+        NeighbourPair(
+            found.pair,
+            found.distance,
+            found.sensitivity,
+            found.ratio,
+            list(found.differing),
+            found.finite,
+            found.holds,
+        )
+        for found in worst.values()
+    ]
     none = "no record that is not finite was among the neighbours: no input of the dataset is floating point"
     return pairs, [] if has_floats(setup) else [none]
 
 
-def _as_pair(found: Replayed) -> NeighbourPair:
-    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(NeighbourPair)}
-    return NeighbourPair(**{**fields, "differing": list(found.differing)})
+@dataclasses.dataclass(frozen=True)
+class Contributions:
+    """What a few records add to the sum, by the record's number, and the state of the model and the loss
+    then.
+    """
 
-
-def _published_pair(setup: PrivateSetup, multiplier: float) -> NeighbourPair:
-    """Whether the ledger of a run says anything else before its first step if there is a record more."""
-    generator = make_generator()
-    published = []
-    for more in (0, 1):
-        resized = dataclasses.replace(setup, records=Records.of_rows(len(setup.records) + more))
-        line = ledger_line(resized, multiplier, generator, 1)
-        published.append({**ledger_header(resized, multiplier), **line})
-    first, second = published
-    differing = [
-        f"the ledger's {name}" for name in {**first, **second} if first.get(name) != second.get(name)
-    ]
-    sensitivity = setup.clipping.sensitivity(setup.privacy.relation)
-    return NeighbourPair(
-        "the ledger with a record more", 0.0, sensitivity, 0.0, differing, True, not differing
-    )
-
-
-class Contributions(NamedTuple):
-    """What a few records add to the sum, and the state of the model and the loss then."""
-
-    sums: dict[int, dict[str, Tensor]]  # by the record's number: name -> [*shape]
-    bits: dict[str, BitSums]  # of the published tensors
+    sums: dict[int, Sums]
     state: Unchanged
 
 
@@ -127,9 +99,7 @@ def contributions(setup: PrivateSetup) -> Contributions:
     chosen = np.unique(np.linspace(0, len(setup.records) - 1, _REPEATED, dtype=np.int64))
     _by_record(setup, chosen)(setup.clipping)  # the first computation sizes chunks, which takes coins, too
     sums = {int(record): dict(_by_record(setup, record[None])(setup.clipping).sums) for record in chosen}
-    tensors = tensors_of(setup.run.model)
-    bits = {name: BitSums.of(each) for name, each in tensors.items() if has_bits(each)}
-    return Contributions(sums, bits, Unchanged(setup.run.model, setup.run.criterion.function))
+    return Contributions(sums, Unchanged(setup.run.model, setup.run.criterion.function))
 
 
 def audited_state(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
@@ -138,34 +108,18 @@ def audited_state(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
 
     before: `contributions` of before. A model or a loss that keeps what it saw shows here.
     """
-    after, bits, _ = contributions(setup)
+    changed, after = before.state.changes(by_bits=True), contributions(setup).sums
     squares = [
-        sum(
-            float((after[record][name].double() - value.double()).square().sum())
-            for name, value in sums.items()
-        )
+        sum(float((after[record][name] - value).square().sum()) for name, value in sums.items())
         for record, sums in before.sums.items()
     ]
     distance = math.sqrt(max(squares, default=0.0))
     sensitivity = setup.clipping.sensitivity(setup.privacy.relation)
-    differing = [
-        f"the published {name}"
-        for name, each in before.bits.items()
-        if name not in bits or not each.same(bits[name])
-    ]
-    version = before.state.version
-    before.state.renew()
-    differing += ["the state of the model and the loss"] if before.state.version != version else []
+    differing = [f"the state of the model and the loss ({name})" for name in changed]
     holds = distance <= _AGAIN * sensitivity and not differing  # not so for NaN
-    return NeighbourPair(
-        "a record again, after the others",
-        distance,
-        sensitivity,
-        distance / sensitivity,
-        differing,
-        math.isfinite(distance),
-        holds,
-    )
+    ratio, finite = distance / sensitivity, math.isfinite(distance)
+    name = "a record again, after the others"
+    return NeighbourPair(name, distance, sensitivity, ratio, differing, finite, holds)
 
 
 def with_extreme_records(setup: PrivateSetup) -> PrivateSetup:
@@ -184,36 +138,21 @@ def with_extreme_records(setup: PrivateSetup) -> PrivateSetup:
         return dataclasses.replace(block, inputs=tuple(_times(x, factors) for x in block.inputs))
 
     own = records.rows_of(0)
-    order = np.concatenate(
-        [
-            records.rows_of_each(np.arange(len(records))),
-            *(own + rows * kind for kind in range(1, len(extremes) + 1)),
-        ]
-    )
+    more = [own + rows * kind for kind in range(1, len(extremes) + 1)]
+    order = np.concatenate([records.rows_of_each(np.arange(len(records))), *more])
     sizes = np.concatenate([records.sizes, np.full(len(extremes), len(own))])
-    streams = RecordStreams(
-        Records(order, np.cumsum(sizes) - sizes, sizes),
-        take,
-        setup.loss,
-        setup.run.objective.params,
-        lambda loss, read: setup.run.stream(lambda _: None, loss, read),
-        coins=setup.streams.coins,
-        reads_by_code=setup.streams.read_coins is not None,
-        alone=setup.streams.alone,
-        randomness=setup.run.randomness,
-        zero_on_error=setup.streams.zero_on_error,
-    )
-    return dataclasses.replace(setup, records=streams.records, streams=streams)
+    mixed = Records(order, np.cumsum(sizes) - sizes, sizes)
+    return dataclasses.replace(setup, records=mixed, streams=setup.streams.of(mixed, take))
 
 
 def _by_record(setup: PrivateSetup, records: np.ndarray) -> GradientSource:
     """The clipped sum of these records; where something draws, each is computed alone with coins of its own,
     which are the same in each batch. A guarantee holds for any coins that two batches share.
     """
-    if not setup.draws:
-        return setup.source(records)
 
     def source(clipping: Clipping) -> ClippedSum:
+        if not setup.draws:
+            return setup.source(records)(clipping)
         total = Total(clipping, setup.run.objective.params)
         for record in records:
             with setup.unchanged.throughout():
@@ -236,61 +175,45 @@ def _times(x: Tensor, factors: np.ndarray) -> Tensor:
     return torch.where(each.isfinite(), x * torch.where(each.isfinite(), each, 1), each)
 
 
-# -- records of the dataset, and extreme ones ----------------------------------------------------------------
-
-
 def _of_dataset(setup: PrivateSetup, batch: np.ndarray) -> Iterator[Neighbours]:
     """The neighbours of a batch, as the relation has them: records of the dataset come, go or are replaced,
     and records with extreme inputs come.
     """
-    mixed, count = with_extreme_records(setup), len(setup.records)
-    for name, first, second in _batches(setup, mixed, batch, np.setdiff1d(np.arange(count), batch)):
-        yield Neighbours(name, _later(mixed, first), _later(mixed, second))
-
-
-def _later(setup: PrivateSetup, batch: np.ndarray) -> GradientSource:
-    return lambda clipping: _by_record(setup, batch)(clipping)
-
-
-def _batches(
-    setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray, outside: np.ndarray
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """(how they differ, two neighbouring batches). outside: the records that were not drawn."""
+    mixed = with_extreme_records(setup)
+    outside = np.setdiff1d(np.arange(len(setup.records)), batch)
     extremes = dict(zip(_EXTREME_FACTORS, range(len(setup.records), len(mixed.records)), strict=False))
-    chosen = _chosen(setup, mixed, batch)
+    chosen = _chosen(mixed, batch)
+    pairs: list[tuple[str, np.ndarray, np.ndarray]] = []
     if setup.privacy.relation == "replace_one":
         others = dict(zip(("another", "one more of the others"), outside[:2], strict=False)) | extremes
         for (name, other), (place, which) in itertools.product(others.items(), chosen.items()):
-            yield f"{which} becomes {name}", batch, _sorted(batch[batch != place], other)
+            pairs.append((f"{which} becomes {name}", batch, _with(batch[batch != place], other)))
         if len(batch) and len(outside):
-            yield "a batch of one record becomes another", batch[:1], outside[:1]
-        return
-    for place, which in chosen.items():
-        yield f"{which} goes", batch, batch[batch != place]
-    if len(outside):
-        yield "a record comes", batch, _sorted(batch, outside[0])
-    for name, record in extremes.items():
-        yield f"a record comes whose inputs are {name}", batch, _sorted(batch, record)
-    alone = {int(batch[0]) if len(batch) else 0: "a record"} | dict(list(chosen.items())[:1])
-    for place, which in alone.items():
-        yield f"{which} comes into an empty batch", batch[:0], np.array([place])
+            pairs.append(("a batch of one record becomes another", batch[:1], outside[:1]))
+    else:
+        pairs += [(f"{which} goes", batch, batch[batch != place]) for place, which in chosen.items()]
+        comes = {"a record comes": int(outside[0])} if len(outside) else {}
+        comes |= {f"a record comes whose inputs are {name}": each for name, each in extremes.items()}
+        pairs += [(name, batch, _with(batch, record)) for name, record in comes.items()]
+        alone = {int(batch[0]) if len(batch) else 0: "a record"} | dict(list(chosen.items())[:1])
+        for place, which in alone.items():
+            pairs.append((f"{which} comes into an empty batch", batch[:0], np.array([place])))
+    for name, first, second in pairs:
+        yield name, _by_record(mixed, first), _by_record(mixed, second)
 
 
-def _chosen(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> dict[int, str]:
+def _chosen(setup: PrivateSetup, batch: np.ndarray) -> dict[int, str]:
     """Records of a batch to take out: the one with the longest gradient, and a few more."""
     if not len(batch):
         return {}
-    norms = mixed.source(batch)(setup.clipping).records.norms
-    longest = int(mixed.streams.drawn[int(norms.nan_to_num(nan=-1.0).argmax())])
+    norms = setup.source(batch)(setup.clipping).records.norms
+    longest = int(setup.streams.drawn[int(norms.nan_to_num(nan=-1.0).argmax())])
     rest = [int(record) for record in batch if record != longest][:_MORE]
     return {longest: "the record with the longest gradient"} | {record: f"record {record}" for record in rest}
 
 
-def _sorted(batch: np.ndarray, record: int) -> np.ndarray:
+def _with(batch: np.ndarray, record: int) -> np.ndarray:
     return np.sort(np.append(batch, record))
-
-
-# -- records whose positions cancel --------------------------------------------------------------------------
 
 
 def _cancelling(setup: PrivateSetup, batch: np.ndarray) -> Iterator[Neighbours]:
@@ -307,28 +230,23 @@ def _cancelling(setup: PrivateSetup, batch: np.ndarray) -> Iterator[Neighbours]:
         rows = np.full(3, start)
         rows[3 - same] = (start + 1) % len(setup.run.samples)
         one, none = (_cancelling_source(setup, rows, weights, count) for count in (1, 0))
-        yield Neighbours(name, one, none)
+        yield name, one, none
 
 
 def _cancelling_source(
     setup: PrivateSetup, rows: np.ndarray, weights: tuple[float, ...], count: int
 ) -> GradientSource:
     """The clipped sum of the record of these rows [k], with their weights, or of none."""
-    objective, block = setup.run.objective, setup.run.reader.take(rows)
-    device = next(iter(objective.params.values())).device
-    read, target = to_device(block.inputs, block.target, device, setup.run.dtype)
+    run, block = setup.run, setup.run.reader.take(rows)
+    read, target = to_device(block.inputs, block.target, run.device, run.dtype)
     each = torch.tensor(weights, dtype=torch.float64)
-    inputs = tuple(x.to(device)[None][:count] for x in (*read, each))
-    target = None if target is None else target[None][:count]
-    loss = record_loss(setup.loss, randomness=setup.run.randomness)
-    dims = (0, None if target is None else 0)
     return batch_source(
-        loss,
-        objective.params,
-        inputs,
-        target,
-        in_dims=dims,
+        record_loss(setup.loss, randomness=run.randomness),
+        run.objective.params,
+        tuple(x.to(run.device)[None][:count] for x in (*read, each)),
+        None if target is None else target[None][:count],
+        in_dims=(0, None if target is None else 0),
         has_aux=True,
-        randomness=setup.run.randomness,
+        randomness=run.randomness,
         coins=setup.streams.coins,
     )

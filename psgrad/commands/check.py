@@ -14,6 +14,7 @@ import pandas as pd
 from psgrad.config import GateConfig
 from psgrad.config.reading import load_gate
 from psgrad.errors import ConfigError, DataError, OutputError
+from psgrad.quality.baselines import changed, gone, mark_known, read_baseline, written
 from psgrad.quality.findings import (
     NEEDED,
     OPTIONAL,
@@ -25,7 +26,7 @@ from psgrad.quality.findings import (
     read_ignore_list,
     with_states,
 )
-from psgrad.quality.gates import changed, evaluate, gone, mark_known, read_baseline, written
+from psgrad.quality.gates import evaluate
 from psgrad.run import RunFolder
 from psgrad.run.finished import finished_manifest, read_columns, write_check
 from psgrad.run.results import CheckResult, Location
@@ -105,7 +106,7 @@ def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) 
     Raises DataError for a folder that holds no finished run, ConfigError for a run of a part of the dataset,
     OutputError.
     """
-    from psgrad.quality.gates import saved_reference
+    from psgrad.quality.baselines import saved_reference
 
     run = finished_manifest(folder)
     if run.partial:
@@ -192,7 +193,7 @@ def _located(
     lines: dict[int, int] = {}
     if path.suffix.lower() == ".csv" and len(ordered):
         rows = samples["index"].to_numpy(int)[ordered["row"].to_numpy(int)]
-        from psgrad.data.sources.formats.csv import csv_lines  # which these files alone need
+        from psgrad.data.sources.csv_files import csv_lines  # which these files alone need
         from psgrad.run.identity import files_sha256
 
         try:

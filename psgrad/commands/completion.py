@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from psgrad.config import Config, MethodConfig
-from psgrad.quality.gates import read_baseline
+from psgrad.quality.baselines import read_baseline
 from psgrad.quality.references import CLASSES, measured_as
 from psgrad.run.finished import finished_manifest
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from psgrad.errors import DataError
 from psgrad.quality.references import changed_keys, code_changes, measured_as
-from psgrad.quality.run_comparison import changes_of, counts_of, groups_of, matched, spearman
+from psgrad.quality.run_comparison import changes_of, counts_of, matched, spearman
 from psgrad.run.finished import finished_manifest, read_columns
 from psgrad.run.results.findings import Comparison
 from psgrad.run.results.manifest import RunManifest
@@ -23,7 +23,7 @@ def diff(a: Path, b: Path, *, top: int = 20) -> Comparison:
     Raises DataError for a folder that holds no finished run, and for two runs that have no sample in common.
     """
     theirs, ours = finished_manifest(a), finished_manifest(b)
-    (score_a, tail_a, _), (score, tail, by) = map(_judged_by, (theirs, ours))
+    (score_a, tail_a), (score, tail) = map(_judged_by, (theirs, ours))
     warnings = []
     if (score_a, tail_a) != (score, tail):
         warnings.append(
@@ -32,14 +32,12 @@ def diff(a: Path, b: Path, *, top: int = 20) -> Comparison:
         )
         score, tail = ("grad_norm", "upper")
     warnings += _differences(theirs, ours)
-    groups = ("group", "target") if by else ("target",)
-    before, after = (read_columns(run, _COLUMNS, (*groups, score)) for run in (a, b))
+    before, after = (read_columns(run, _COLUMNS, (score,)) for run in (a, b))
     if score not in before or score not in after:
         warnings.append(f"not both runs have the column {score}: gradient norms are compared")
         score, tail = "grad_norm", "upper"
-        before, after = (read_columns(run, (*_COLUMNS, score), groups) for run in (a, b))
-    group = next((each for each in groups if each in after), None)
-    both = matched(before, after, score, tail, group)
+        before, after = (read_columns(run, (*_COLUMNS, score)) for run in (a, b))
+    both = matched(before, after, score, tail)
     counts = counts_of(both)
     if not counts["common"]:
         raise DataError(
@@ -59,14 +57,12 @@ def diff(a: Path, b: Path, *, top: int = 20) -> Comparison:
         counts=counts,
         spearman=spearman(common["score_a"], common["score_b"]),
         changes=changes_of(both, tail, top),
-        groups=groups_of(both),
         warnings=tuple(warnings),
     )
 
 
-def _judged_by(run: RunManifest) -> tuple[str, str, str | None]:
-    outliers = run.setting("analyze", "outliers") or {}
-    return run.score, outliers.get("tail") or "upper", outliers.get("group_by")
+def _judged_by(run: RunManifest) -> tuple[str, str]:
+    return run.score, run.setting("analyze", "outliers", "tail") or "upper"
 
 
 def _differences(a: RunManifest, b: RunManifest) -> list[str]:

@@ -4,7 +4,6 @@ stated guarantee.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -31,7 +30,7 @@ from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.errors import ConfigError
 from psgrad.reports.audit import audit_content
-from psgrad.run.private_runs import PrivateRunFolder
+from psgrad.run.private_runs import PREFIX, PrivateRunFolder
 from psgrad.run.progress import Clock
 from psgrad.run.results import Progress, Say
 from psgrad.run.results.privacy import DPAuditResult, NoiseAudit
@@ -93,7 +92,7 @@ def dp_audit(
         multiplier = noise_multiplier(privacy)
         agree(setup, private_hashes(setup, ""), processes)
     taken = steps if steps is not None else steps_for(privacy, canaries_only)
-    random = coins()
+    random, records, numbers = coins(), 0 if canaries_only else len(setup.records), itertools.count()
     count = canaries if canaries is not None else canaries_for(setup)
     planted = Canaries.plant(setup.parameters, setup.clipping, count, random)
     folder = PrivateRunFolder.create(path, overwrite)
@@ -104,15 +103,14 @@ def dp_audit(
             mechanism = AuditedRun(
                 setup.clipping, Noise(multiplier), setup.sampling, privacy.relation, make_generator
             )
-            numbers = itertools.count()
             progress(Progress(0, taken, "audit", unit="step"))
             played = play(
                 mechanism,
                 planted,
                 taken,
                 random,
-                source=None if canaries_only else lambda records: summed.source(records, next(numbers)),
-                records=0 if canaries_only else len(setup.records),
+                source=None if canaries_only else lambda rows: summed.source(rows, next(numbers)),
+                records=records,
                 tell=lambda done: progress(Progress(done, taken, "audit", unit="step")),
             )
         with clock("bounds"):
@@ -127,6 +125,8 @@ def dp_audit(
                 "the audit drew its noise from the operating system; that of a run with privacy.noise.seed"
                 " can be drawn again"
             )
+        # With what may be published only if no record took part.
+        file = f"private/{PREFIX}{FILE}" if records else f"public/{FILE}"
         noise = played.noise
         result = DPAuditResult(
             epsilon=verdict.epsilon,
@@ -143,24 +143,17 @@ def dp_audit(
             noise=NoiseAudit(noise.numbers, noise.spread, noise.p_values, noise.alarms),
             pairs=pairs,
             untested=untested(privacy, played.steps, canaries_only),
-            records=0 if canaries_only else len(setup.records),
+            records=records,
             relation=privacy.relation,
             scheme=setup.sampling.scheme,
             unit=unit_in_words(privacy),
             mechanism=MECHANISM,
-            file=Path(),
+            file=folder.path / file,
             notes=notes,
         )
-        return written(result, folder)
-
-
-def written(result: DPAuditResult, folder: PrivateRunFolder) -> DPAuditResult:
-    """The result, and where it was written: with what may be published only if no record took part."""
-    if result.records:
-        folder.write_private_json(FILE, audit_content(result))
-        return dataclasses.replace(result, file=folder.path / "private" / f"NOT_PRIVATE_{FILE}")
-    folder.write_public_json(FILE, audit_content(result))
-    return dataclasses.replace(result, file=folder.path / "public" / FILE)
+        write = folder.write_private_json if records else folder.write_public_json
+        write(FILE, audit_content(result))
+        return result
 
 
 def untested(privacy: PrivacyConfig, steps: int, canaries_only: bool) -> list[str]:

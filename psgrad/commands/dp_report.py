@@ -12,6 +12,7 @@ from typing import Any
 
 from psgrad.engine.privacy.accounting import epsilon_pld, epsilon_rdp, event_of, merged, tightest_epsilon
 from psgrad.engine.privacy.accounting.trade_off import (
+    epsilon_at,
     gaussian_parameter,
     group_epsilon,
     profile_of,
@@ -23,6 +24,7 @@ from psgrad.run import RunFolder
 from psgrad.run.folders import LEDGER, PUBLIC
 from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import LedgerContent
+from psgrad.run.private_runs import PREFIX
 from psgrad.run.results.privacy import STEP_KEYS, assumptions_of
 from psgrad.run.results.privacy_report import DPReport
 
@@ -33,14 +35,15 @@ _GROUPS = (2, 5, 10)
 _CLOSE = 1e-3
 _NUMBER = (int, float)
 _TYPES: dict[str, Any] = {  # of what is taken from step.json alone; the rest is that of the ledger's header
-    **{
-        "steps": int,
-        "noise_multiplier": _NUMBER,
-        "noise_std": _NUMBER,
-        "sensitivity": _NUMBER,
-        "generator": str,
-    },
-    **{"rounding": dict, "ledger": dict, "versions": dict, "insecure_deterministic": bool},
+    "steps": int,
+    "noise_multiplier": _NUMBER,
+    "noise_std": _NUMBER,
+    "sensitivity": _NUMBER,
+    "generator": str,
+    "rounding": dict,
+    "ledger": dict,
+    "versions": dict,
+    "insecure_deterministic": bool,
 }
 _OF_HEADER = ("planned_steps", "delta", "relation", "unit", "sampling", "mechanism", "optimizer")
 
@@ -53,17 +56,15 @@ def dp_report(run: Path) -> DPReport:
     ledger = Ledger.read(run / LEDGER)
     said = read_step(run, ledger)
     step = {**said, **{key: ledger.header.get(key) for key in (*_OF_HEADER, "budget")}}
-    lines, delta = ledger.steps, step["delta"]
-    events = list(merged((event_of(line), 1) for line in lines).items())
-    profile = profile_of(events)
+    delta, events = step["delta"], list(merged((event_of(line), 1) for line in ledger.steps).items())
+    profile, found = profile_of(events), tightest_epsilon(events, delta)
     deltas = sorted({delta, *(10.0**-power for power in range(4, 11))}, reverse=True)
     audit, notes = audit_of(run, step)
-    found = tightest_epsilon(events, delta)
     report = DPReport(
         run=run,
         step=step,
         epsilon=found.value,
-        epsilons=[(each, found.value if each == delta else _epsilon_at(profile, each)) for each in deltas],
+        epsilons=[(each, found.value if each == delta else epsilon_at(profile, each)) for each in deltas],
         mu=gaussian_parameter(profile, delta),
         attacks=[(rate, true_positive_rate(profile, rate)) for rate in _FALSE_POSITIVES],
         groups=[(records, group_epsilon(profile, records, delta)) for records in _GROUPS],
@@ -77,10 +78,6 @@ def dp_report(run: Path) -> DPReport:
     page = render(report, figure.read_bytes() if figure.is_file() else None)
     RunFolder(run).write_bytes(_PAGE, page.encode("utf-8", "replace"))
     return report
-
-
-def _epsilon_at(profile: list[tuple[float, float]], delta: float) -> float | None:
-    return min((epsilon for epsilon, each in profile if each <= delta), default=None)
 
 
 def read_step(run: Path, ledger: LedgerContent) -> dict[str, Any]:
@@ -97,16 +94,20 @@ def read_step(run: Path, ledger: LedgerContent) -> dict[str, Any]:
             hint="check the path",
         ) from error
     known = {*STEP_KEYS} - {"budget", "assumptions"}
-    whole = isinstance(content, dict) and known <= content.keys() and {*_OF_HEADER} <= ledger.header.keys()
-    whole = whole and all(isinstance(content[key], kind) for key, kind in _TYPES.items())
-    whole = whole and all(isinstance(each, dict) for each in content.get("assumptions", []))
-    whole = whole and all("noise_grid" in line for line in ledger.steps)
-    if not whole or not isinstance(content["rounding"].get("residual_epsilon"), _NUMBER):
-        raise DataError(
-            f"{path} is not what psgrad dp-step writes beside its ledger",
-            hint="a file was edited, or another version of psgrad wrote it; put the files back",
-        )
-    return {**content}
+    if (
+        isinstance(content, dict)
+        and known <= content.keys()
+        and {*_OF_HEADER} <= ledger.header.keys()
+        and all(isinstance(content[key], kind) for key, kind in _TYPES.items())
+        and all(isinstance(each, dict) for each in content.get("assumptions", []))
+        and all("noise_grid" in line for line in ledger.steps)
+        and isinstance(content["rounding"].get("residual_epsilon"), _NUMBER)
+    ):
+        return content
+    raise DataError(
+        f"{path} is not what psgrad dp-step writes beside its ledger",
+        hint="a file was edited, or another version of psgrad wrote it; put the files back",
+    )
 
 
 def problems_of(run: Path, step: dict[str, Any], ledger: LedgerContent) -> list[str]:
@@ -133,11 +134,8 @@ def problems_of(run: Path, step: dict[str, Any], ledger: LedgerContent) -> list[
             found.append(f"the noise of step {number} is not its multiplier times its sensitivity")
             break
     weights, digest = run / PUBLIC / "model.safetensors", step["model_sha256"]
-    if (
-        digest is not None
-        and weights.is_file()
-        and hashlib.sha256(weights.read_bytes()).hexdigest() != digest
-    ):
+    whole = digest is None or not weights.is_file()
+    if not whole and hashlib.sha256(weights.read_bytes()).hexdigest() != digest:
         found.append(f"{PUBLIC}/model.safetensors is not the file that step.json was written with")
     return found
 
@@ -148,10 +146,10 @@ def audit_of(run: Path, step: dict[str, Any]) -> tuple[dict[str, Any] | None, li
     try:
         found = json.loads((folder / PUBLIC / "audit.json").read_bytes())
     except (OSError, ValueError):
-        private = folder / "private" / "NOT_PRIVATE_audit.json"
-        hint = "psgrad dp-audit CONFIG --canaries-only makes one that may be shown"
-        there = f"the audit in {folder} took records of the dataset and is NOT PRIVATE: left out"
-        return None, [f"{there if private.is_file() else f'there is no audit in {folder}'}; {hint}"]
+        there = f"there is no audit in {folder}"
+        if (folder / "private" / f"{PREFIX}audit.json").is_file():
+            there = f"the audit in {folder} took records of the dataset and is NOT PRIVATE: left out"
+        return None, [f"{there}; psgrad dp-audit CONFIG --canaries-only makes one that may be shown"]
     of_run = {key: step[key] for key in ("relation", "scheme", "unit", "mechanism", "delta")}
     other = [key for key, value in of_run.items() if found.get(key) != value]
     if other:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 from uuid import uuid4
 
-from psgrad.commands.private_budget import budget_of, require_same_budget
+from psgrad.commands.dp_budget import budget_of, require_same_budget
 from psgrad.commands.private_ranks import agree, follow, leading
 from psgrad.commands.private_resume import (
     last_snapshot,
@@ -19,18 +19,14 @@ from psgrad.commands.private_resume import (
     require_same_data,
     weights_note,
 )
-from psgrad.commands.private_setup import (
-    noise_multiplier,
-    require_privacy,
-    set_up_privately,
-    step_event,
-)
+from psgrad.commands.private_setup import noise_multiplier, require_privacy, set_up_privately, step_event
 from psgrad.commands.private_statement import ledger_header
 from psgrad.commands.private_steps import PrivateRun
 from psgrad.commands.run_manifest import describe_run, running_manifest
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.refusals import require_tail
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining, make_optimizer
@@ -76,13 +72,7 @@ def dp_step(
         follow(config, processes, progress)
         return None
     privacy = require_privacy(config)
-    if privacy.individual_every is not None and processes.size > 1:
-        raise ConfigError(
-            f"privacy.individual_every with {processes.size} processes; expected one process, which has"
-            " the norms of all records",
-            hint="leave privacy.individual_every out, or run one process",
-        )
-    require_honest_seed(privacy, insecure_deterministic)
+    require_sense(privacy, processes, insecure_deterministic)
     if resume:
         folder = PrivateRunFolder.open(config.output)
         before = Ledger.read(folder.ledger)
@@ -91,11 +81,8 @@ def dp_step(
         PrivateRunFolder.require_free(config.output, overwrite)
         before = None
     taken = 0 if before is None else len(before.steps)
-    asked = privacy.steps - taken if isinstance(steps, str) else steps
-    if before is not None and taken == privacy.steps and not folder.finished:
-        asked = 0  # the process that paid for the last step ended before it could publish what came of it
-    elif not isinstance(steps, str):
-        require_steps_left(privacy, taken, asked)
+    unpublished = before is not None and taken == privacy.steps and not folder.finished
+    asked = 0 if unpublished else steps_asked(privacy, taken, steps)
     clock = Clock()
     with clock("load"):
         setup = set_up_privately(
@@ -103,10 +90,10 @@ def dp_step(
             lambda message: progress(Progress(taken, taken + asked, "steps", message, "step")),
             processes,
         )
-        multiplier = privacy.noise.multiplier
-        if multiplier is None:  # solved once: a run that goes on has it in its ledger
-            known = None if before is None else float(before.header["noise_multiplier"])
-            multiplier = noise_multiplier(privacy) if known is None else known
+        if before is not None and privacy.noise.multiplier is None:
+            multiplier = float(before.header["noise_multiplier"])  # solved once
+        else:
+            multiplier = noise_multiplier(privacy)
         require_tail([(multiplier, privacy.steps)], privacy.delta)
         header = ledger_header(setup, multiplier)
         hashes = private_hashes(setup, uuid4().hex if before is None else before.header["run"])
@@ -126,7 +113,7 @@ def dp_step(
         folder = PrivateRunFolder.create(config.output, overwrite)
         # Before the ledger: a process that resumes the run must recognise the data.
         folder.write_manifest(replace(manifest, state="running").content())
-        snapshot = None
+        snapshot, notes = None, []
     else:
         was = require_same_data(folder, hashes)
         snapshot = last_snapshot(folder, before)
@@ -134,7 +121,7 @@ def dp_step(
             snapshot.restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint))
         require_same_run(before.header, header, f"the ledger {folder.ledger}")
         require_same_code(folder, was, hashes)
-        manifest = replace(manifest, hashes=was)
+        manifest, notes = replace(manifest, hashes=was), weights_note(before.header, hashes)
     own = {"run": hashes["run"], "weights_sha256": hashes["weights"], "budget": budget and budget.identity}
     with (
         opened_ledger(folder, before, header, snapshot, own if before is None else {}) as ledger,
@@ -142,13 +129,16 @@ def dp_step(
         running_manifest(folder, manifest, clock) as running,
         leading(setup, processes) as summed,
     ):
-        note = None if before is None else weights_note(before.header, hashes)
         folder.remove_leftovers()
         training = PrivateTraining(
             setup.parameters,
             lambda records: summed.source(records, training.taken),
             len(setup.records),
-            **setup.step_arguments(multiplier),
+            clipping=setup.clipping,
+            noise=Noise(multiplier),
+            sampling=setup.sampling,
+            relation=privacy.relation,
+            expected_batch_size=privacy.expected_batch_size,
             optimizer=optimizer,
             generator=make_generator(seed=privacy.noise.seed, position=ledger.position),
             taken=taken,
@@ -167,32 +157,43 @@ def dp_step(
                             clipped = training.clipped(drawn)
                             run.pay()  # on the disk, before anything of it is released
                             noisy = training.noised(clipped)
-                            run.keep(noisy, last=not left)
+                            if not left:
+                                run.keep(noisy)
                             training.update(noisy)
                             run.release(noisy)
-                        run.show(progress, taken, asked)
+                        run.show(progress, taken + asked)
             finally:
                 engine = replace(running.manifest.engine, **setup.run.counts.facts())
                 running.add(engine=engine)
         with clock("accounting"):
-            return run.finish([] if note is None else [note])
+            return run.finish(notes)
 
 
-def require_honest_seed(privacy: PrivacyConfig, insecure_deterministic: bool) -> None:
-    """Raises ConfigError for a seed without --insecure-deterministic."""
+def require_sense(privacy: PrivacyConfig, processes: Processes, insecure_deterministic: bool) -> None:
+    """Raises ConfigError for a seed without --insecure-deterministic, and for norms of all records with
+    several processes.
+    """
     if privacy.noise.seed is not None and not insecure_deterministic:
         raise ConfigError(
             "privacy.noise.seed is set, and with a seed nothing is private: who knows it can draw the noise"
             " again, and take it off",
             hint="remove privacy.noise.seed; or, for a test, add --insecure-deterministic",
         )
+    if privacy.individual_every is not None and processes.size > 1:
+        raise ConfigError(
+            f"privacy.individual_every with {processes.size} processes; expected one process, which has"
+            " the norms of all records",
+            hint="leave privacy.individual_every out, or run one process",
+        )
 
 
-def require_steps_left(privacy: PrivacyConfig, taken: int, steps: int) -> None:
-    """Raises ConfigError where fewer planned steps are left than asked for."""
+def steps_asked(privacy: PrivacyConfig, taken: int, steps: int | str) -> int:
+    """How many steps to take. Raises ConfigError where fewer planned steps are left than asked for."""
+    left = privacy.steps - taken
+    if isinstance(steps, str):
+        return left
     if steps < 1:
         raise ConfigError(f"{steps} steps were asked for; expected at least 1")
-    left = privacy.steps - taken
     if steps > left:
         asked = f"{count(steps, 'step')} {'was' if steps == 1 else 'were'} asked for"
         fewer = f", or take --steps {left}" if left > 0 else ""
@@ -200,3 +201,4 @@ def require_steps_left(privacy: PrivacyConfig, taken: int, steps: int) -> None:
             f"{asked}, and {max(left, 0)} of the {privacy.steps} planned ones are left",
             hint=f"the noise is that of the planned steps: plan more for a run of its own{fewer}",
         )
+    return steps

@@ -14,7 +14,6 @@ from psgrad.commands.influence_check import check_removals, with_weight_decay
 from psgrad.commands.influence_index import open_index
 from psgrad.commands.influence_questions import answered, require_room, require_tokens, token_pairs
 from psgrad.commands.influence_ranking import QueryRankings, marked_beyond_loss, rank
-from psgrad.commands.influence_search import require_searchable, searched
 from psgrad.commands.influence_setup import (
     InfluenceSetup,
     described,
@@ -85,7 +84,6 @@ def influence(
     """
     processes = OneProcess() if processes is None else processes
     run, warnings = Run.open(config.output, processes, progress, overwrite=overwrite), Warnings(progress)
-    require_searchable(config, matrix=matrix, processes=processes)
     with run.clock("load"):
         setup, store = loaded(config, run, warnings)
     if not processes.leads:
@@ -130,7 +128,7 @@ class Scored:
     """What a run has found.
 
     setup: without the rows that have no score. queries, training: the tables of the result. tokens: see
-    `token_pairs`. search: the facts of an approximate search. fitted: the method at each checkpoint, and own
+    `token_pairs`. fitted: the method at each checkpoint, and own
     [n] the self-influences, for the check of removals.
     """
 
@@ -139,7 +137,6 @@ class Scored:
     training: pd.DataFrame
     rankings: QueryRankings
     tokens: list[TokenPair]
-    search: dict[str, Any] | None
     fitted: Sequence[Fitted]
     own: np.ndarray | None
     ranks: dict[str, Any] | None
@@ -157,15 +154,11 @@ def scored(
         with clock("weight decay"):
             setup = with_weight_decay(setup, screening.training.norms[screening.kept], warnings)
         with clock("fit"):
-            fitted = setup.method.fit_run([(view.training, view.checkpoint) for view in setup.views])
+            fitted = [setup.method.fit(view.training, view.checkpoint) for view in setup.views]
         with clock("normalize"):
             divisors = None
             if wanted.normalize != "none":
                 divisors = [divisor(each.self_influence(), wanted.normalize) for each in fitted]
-        everything, search = setup, None
-        if wanted.index_search.approximate:
-            found = searched(setup, fitted, run, warnings)
-            setup, fitted, search = found.setup, found.fitted, found.facts
         with clock("scores"):
             queries = query_table(setup, screening)
             shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
@@ -176,10 +169,10 @@ def scored(
             tokens = token_pairs(setup, fitted, rankings.pairs, shown)
         spent = setup.agreed_seconds(clock.seconds["scores"])
         with clock("self-influence"):
-            own = self_influence(everything, fitted, spent, warnings)
-    training = with_overall(training_table(everything, screening, own), setup.training_rows, rankings.overall)
+            own = self_influence(setup, fitted, spent, warnings)
+    training = with_overall(training_table(setup, screening, own), setup.training_rows, rankings.overall)
     ranks = rank_facts_of_steps(setup.processes, "influence.")
-    return Scored(setup, queries, training, rankings, tokens, search, fitted, own, ranks)
+    return Scored(setup, queries, training, rankings, tokens, fitted, own, ranks)
 
 
 def with_tables_written(found: Scored, matrix: bool, run: AnyRun, warnings: Warnings) -> InfluenceResult:
@@ -200,7 +193,6 @@ def with_tables_written(found: Scored, matrix: bool, run: AnyRun, warnings: Warn
             queries=run.manifest.influence.queries,
             unit=unit,
             fit=fit,
-            search=found.search,
             warnings=warnings.messages,
         ),
         counts=Counts(

@@ -159,7 +159,5 @@ _TOO_LONG = (
 def _largest(scores: pd.DataFrame) -> pd.DataFrame:
     """The pairs of the largest scores of either sign, each of another training example."""
     single = scores[scores["query_index"] != ALL_INDEX]
-    if "layer" in single:
-        single = single[single["layer"] == ""]
     order = single["score"].abs().sort_values(ascending=False, kind="stable").index
     return single.loc[order].drop_duplicates("train_index").head(_PAIRS)

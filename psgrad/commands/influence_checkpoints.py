@@ -1,31 +1,19 @@
 """The model, loss and training data of an influence run at each of its checkpoints, and what is refused of
-them; and of `method: replay` the training run, made from its config and computed once: from the initial
-weights to the end, which must be the model's checkpoint where there is one.
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from psgrad.commands.loaded_parts import Trained, load
-from psgrad.commands.setup import Setup, at_weights, draws_at_random, setup_of
+from psgrad.commands.setup import Setup, draws_at_random, setup_of
 from psgrad.config import CheckpointConfig, Config, is_callable_spec
-from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
-from psgrad.engine.gradients.flat import Vectors
-from psgrad.engine.influence.evaluation.jobs import LoadedRows, Recipe
-from psgrad.engine.influence.evaluation.retraining import fresh_model
-from psgrad.engine.influence.training_run import TrainingRun, distance
-from psgrad.errors import CheckpointError, ConfigError
+from psgrad.errors import ConfigError
 from psgrad.models.factory import checkpoint_hash, load_model
-
-# How far the end of a run may be from the checkpoint, as a share of the way from the initial weights.
-_TOLERANCE = 1e-3
-_RECIPE = ("optimizer", "epochs", "batch_size", "learning_rate", "schedule", "momentum", "weight_decay")
 
 
 def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
@@ -37,72 +25,13 @@ def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
             "models would be trained again from the trained weights: model.pretrained has the only ones",
             hint="set model.pretrained to the model before its training, and model.checkpoint to the result",
         )
-    bare = config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
+    bare = config.model.model_copy(update={"checkpoint": None})
 
     def fresh(seed: int) -> nn.Module:
-        loaded = load_model(bare, config.base, allow_download=config.allow_download)
+        loaded = load_model(bare, config.base)
         return loaded.model.to(run.device, run.dtype)
 
     return fresh
-
-
-def recomputed_run(config: Config, run: Setup, say: Callable[[str], None]) -> tuple[Setup, TrainingRun]:
-    """Computes the training run again. Returns (`run` with the weights at its end, the training run).
-
-    Raises ConfigError for a run that can't be described so, InfluenceError for one that diverges,
-    CheckpointError where it ends at other weights than model.checkpoint.
-    """
-    wanted = config.influence.training
-    assert wanted is not None
-    examples = Examples(run.objective, run.reader, len(run.samples), run.stream_options(say))
-
-    if wanted.initial is None:
-        initial = fresh_model(fresh_models(config, run), wanted.seed)
-    else:
-        at = config.model.model_copy(update={"checkpoint": wanted.initial, "state_dict_key": None})
-        initial = load_model(at, config.base, allow_download=config.allow_download).model
-    training = TrainingRun(
-        run.objective,
-        LoadedRows.of(examples),
-        Recipe(**{name: getattr(wanted, name) for name in _RECIPE}),
-        wanted.seed,
-        of_model(initial, run),
-    )
-    if config.model.checkpoint is not None:
-        require_same_end(training, run.objective.params, str(config.model.checkpoint))
-    return with_weights(run, training.final), training
-
-
-def of_model(model: nn.Module, run: Setup) -> Vectors:
-    """name -> parameter of a model, of those that are trained."""
-    own = dict(model.named_parameters())
-    return {
-        name: own[name].detach().to(value.device, value.dtype, copy=True)
-        for name, value in run.objective.params.items()
-    }
-
-
-def with_weights(run: Setup, params: Mapping[str, torch.Tensor]) -> Setup:
-    """`run` with these parameters, in a model of its own."""
-    loaded = run.another(run.config.model)
-    own = dict(loaded.model.named_parameters())
-    for name, value in params.items():  # in its own type: a base in half precision would round it
-        own[name].data = value.detach().to(own[name].device, copy=True)
-    model = run.placed(loaded.model)
-    return replace(run, model=model, objective=at_weights(run.objective, model, "the end of the run"))
-
-
-def require_same_end(training: TrainingRun, end: Vectors, path: str) -> None:
-    """Raises CheckpointError where the run ends elsewhere than the checkpoint."""
-    apart, way = distance(end, training.final), distance(end, training.initial)
-    if apart <= _TOLERANCE * way:
-        return
-    share = f"{apart / way:.3g} times as far" if way else "not there, while the checkpoint is where it began"
-    raise CheckpointError(
-        f"the training run that influence.training describes does not end at {path}: its end is {share}"
-        f" from it as the initial weights are (distance {apart:.3g}, {way:.3g})",
-        hint="correct influence.training, or leave model.checkpoint out, which makes that end the model",
-    )
 
 
 def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:

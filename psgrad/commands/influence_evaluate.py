@@ -50,6 +50,7 @@ from psgrad.user_code import with_code_beside
 
 # Examples that are left out one at a time, for their effects to be correlated with anything.
 _FEWEST = 3
+_EXPLAINED = 20  # queries, at most, of removal
 _HIGHEST = 5  # of the removals of loo, one in this number is of those with the highest self-influence
 
 
@@ -266,7 +267,7 @@ def evaluate_removal(evaluation: Evaluation) -> Found:
             f"influence.evaluate.ks has {max(wanted.ks)}, and there are {n} training examples",
             hint="leave out fewer than there are",
         )
-    count = min(wanted.explained, len(evaluation.asked))
+    count = min(_EXPLAINED, len(evaluation.asked))
     asked = np.sort(np.random.default_rng([wanted.seed, 5]).choice(evaluation.asked, count, replace=False))
     scores, names = all_scores(evaluation, fitted_methods(evaluation), asked, only=(RANDOM, NEIGHBOUR))
 

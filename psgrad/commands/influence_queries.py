@@ -13,7 +13,6 @@ from psgrad.commands.class_names import errors_about
 from psgrad.commands.setup import Setup
 from psgrad.config import Config, QueriesConfig, nearest
 from psgrad.config.values import names_in_condition
-from psgrad.data.derived import TwoCompletions
 from psgrad.data.measurements import Measurement
 from psgrad.data.reader import CheckedReader
 from psgrad.data.rows import Block, Samples
@@ -39,7 +38,7 @@ def queries_of(
     samples: Samples = run.samples
     if dataset is not None:  # a measurement has no weight, whatever weights the training losses have
         with errors_about_queries():
-            samples = run.more_samples(dataset.model_copy(update={"weight": None}), weighted=False)
+            samples = run.other_samples(dataset.model_copy(update={"weight": None}), weighted=False)
     with errors_about_queries():
         reader = CheckedReader(samples, measurement.criterion, run.class_count(measurement.criterion))
     rows = np.arange(len(samples)) if wanted is None else _listed(wanted, samples)
@@ -49,14 +48,7 @@ def queries_of(
         with errors_about_queries():
             table = _table(wanted, rows, samples, at_last, processes)
         rows = _chosen(wanted, table)
-    other = wanted.contrast_data
-    if other is None:
-        return reader, rows
-    with errors_about_queries():
-        second = run.more_samples(other.model_copy(update={"weight": None}), weighted=False)
-        both = TwoCompletions(samples, second, str(wanted.contrast))
-        reader = CheckedReader(both, measurement.criterion, run.class_count(measurement.criterion))
-    return reader, np.stack([rows, rows + len(samples)], 1).reshape(-1)
+    return reader, rows
 
 
 def _listed(wanted: QueriesConfig, samples: Samples) -> np.ndarray:
@@ -90,13 +82,9 @@ def _rows_of_ids(key: str, ids: Sequence[str | int], samples: Samples, among: np
 
 
 def contrasted_rows(config: Config, samples: Samples, rows: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """The pairs of queries that a config contrasts, as rows; `rows` are those of the queries. Both
-    completions of a prompt are a pair.
-    """
+    """The pairs of queries that a config contrasts, as rows; `rows` are those of the queries."""
     pairs = config.influence.contrast or []
     found = _rows_of_ids("influence.contrast", [each for pair in pairs for each in pair], samples, rows)
-    if isinstance(samples, TwoCompletions):
-        found = np.concatenate([found, rows])
     return tuple((int(one), int(other)) for one, other in found.reshape(-1, 2))
 
 

@@ -4,7 +4,7 @@ Scores that predict more than a loss can fall by are marked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from psgrad.commands.influence_setup import InfluenceSetup, is_on_one_scale
 from psgrad.engine.execution.loading import Read
-from psgrad.engine.influence.method import Fitted, with_total
+from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.ranking import (
     CheckpointAgreement,
     JoinedBlock,
@@ -71,10 +71,8 @@ def rank(
             for view in setup.views
         ]
         block = _QueryBlock(wanted.top, [place - first for place in kept if place in places])
-        per = "total" if wanted.layers == "none" else wanted.layers
-        for joined in joined_scores(setup.method, fitted, asked, per, divisors):
-            totals = tuple(map(with_total, joined.single))
-            block.add(replace(joined, scores=with_total(joined.scores), single=totals))
+        for joined in joined_scores(setup.method, fitted, asked, divisors=divisors):
+            block.add(joined)
             progress(Progress(joined.stop, n, "scores", unit="training example"))
         blocks.append(block)
     return _assembled(setup, blocks, shown, matrix)
@@ -85,13 +83,10 @@ def queries_at_once(setup: InfluenceSetup) -> int:
     made. Where checkpoints are put on one scale, so are all of their scores.
     """
     training, wanted = setup.views[0].training, setup.run.config
-    if wanted.influence.index_search.approximate:
-        return len(setup.query_rows)  # which are projected already, so that no gradient is held
     room = training.free_bytes() * _SHARE if wanted.engine.memory == "auto" else wanted.engine.memory
     numbers = training.flat.size
     if is_on_one_scale(setup):
-        labels = 1 if wanted.influence.layers == "none" else len(training.params) + 1
-        numbers += labels * len(setup.training_rows)
+        numbers += len(setup.training_rows)
     return max(1, int(room / (2 * 8 * numbers * len(setup.views))))
 
 
@@ -102,33 +97,31 @@ def _some(read: Read, first: int) -> Read:
 class _QueryBlock:
     """What is kept of the scores of m queries while the training examples stream past.
 
-    strongest: label -> of all checkpoints together, then of each. columns: the scores of the queries at the
-    places `wanted`, part by part. sums: label -> parts of [2, n, 1 + checkpoints], of all checkpoints
-    together and of each, see `over_queries`.
+    strongest: of all checkpoints together, then of each. columns: the scores of the queries at the places
+    `wanted`, part by part. sums: parts of [2, n, 1 + checkpoints], of all checkpoints together and of each,
+    see `over_queries`.
     """
 
     def __init__(self, top: int, wanted: list[int]) -> None:
         self.top, self.wanted, self.m = top, wanted, 0
-        self.strongest: dict[str, list[Strongest]] = {}
+        self.strongest: list[Strongest] = []
         self.columns: list[torch.Tensor] = []
-        self.sums: dict[str, list[torch.Tensor]] = {}
+        self.sums: list[torch.Tensor] = []
         self.agreement = CheckpointAgreement()
 
     def add(self, block: JoinedBlock) -> None:
-        if len(block.single) > 1:
-            self.agreement.add([each[""] for each in block.single])
-        for label, scores in block.scores.items():
-            self.m = scores.shape[1]
-            single = [each[label] for each in block.single] if len(block.single) > 1 else []
-            kept = self.strongest.setdefault(
-                label, [Strongest(self.top, self.m) for _ in range(1 + len(single))]
-            )
-            kept[0].add(block.start, scores, **({"score_std": block.spread(label)} if single else {}))
-            for strongest, own in zip(kept[1:], single, strict=True):
-                strongest.add(block.start, own)
-            whole = torch.stack([scores, *single], 2).double()
-            self.sums.setdefault(label, []).append(over_queries(whole))
-        self.columns.append(next(iter(block.scores.values()))[:, self.wanted])
+        scores, single = block.scores[""], [each[""] for each in block.single]
+        single = single if len(single) > 1 else []
+        self.m = scores.shape[1]
+        if not self.strongest:
+            self.strongest = [Strongest(self.top, self.m) for _ in range(1 + len(single))]
+        if single:
+            self.agreement.add(single)
+        self.strongest[0].add(block.start, scores, **({"score_std": block.spread("")} if single else {}))
+        for strongest, own in zip(self.strongest[1:], single, strict=True):
+            strongest.add(block.start, own)
+        self.sums.append(over_queries(torch.stack([scores, *single], 2).double()))
+        self.columns.append(scores[:, self.wanted])
 
 
 def _assembled(
@@ -136,17 +129,12 @@ def _assembled(
 ) -> QueryRankings:
     ids, rows = setup.run.samples.ids, setup.training_rows
     query_ids = setup.query_reader.samples.ids[setup.query_rows]
-    layers = setup.run.config.influence.layers != "none"
-    parts, sums = [], dict[str, torch.Tensor]()
-    for label in blocks[0].strongest:
-        place = 0
-        for block in blocks:
-            here = slice(place, place + block.m)
-            kept = block.strongest[label]
-            layer = label if layers else None
-            parts.append(_pairs(kept, query_ids[here], setup.query_rows[here], ids, rows, layer))
-            place += block.m
-        sums[label] = torch.stack([torch.cat(block.sums[label], 1) for block in blocks]).sum(0)
+    parts, place = [], 0
+    for block in blocks:
+        here = slice(place, place + block.m)
+        parts.append(_pairs(block.strongest, query_ids[here], setup.query_rows[here], ids, rows))
+        place += block.m
+    sums = torch.stack([torch.cat(block.sums, 1) for block in blocks]).sum(0)
     pairs = pd.concat(parts, ignore_index=True)
     scores, overall = with_all_queries(setup, pairs, sums)
     columns = torch.cat([torch.cat(block.columns) for block in blocks], 1).numpy()
@@ -164,23 +152,18 @@ def _assembled(
 
 
 def with_all_queries(
-    setup: InfluenceSetup, pairs: pd.DataFrame, sums: Mapping[str, torch.Tensor]
+    setup: InfluenceSetup, pairs: pd.DataFrame, sums: torch.Tensor
 ) -> tuple[pd.DataFrame, np.ndarray]:
     """(the pairs with those of all queries together, by the mean of their scores; that mean [n])."""
-    ids, rows, wanted = setup.run.samples.ids, setup.training_rows, setup.run.config.influence
-    parts, found = [], list[np.ndarray]()
-    for label, (total, count) in sums.items():
-        means = total / count  # NaN for an example without a score
-        whole = [Strongest(wanted.top, 1) for _ in range(means.shape[1])]
-        spread = {"score_std": means[:, 1:].std(1, keepdim=True)} if len(whole) > 1 else {}
-        whole[0].add(0, means[:, :1], **spread)
-        for number, each in enumerate(whole[1:], 1):
-            each.add(0, means[:, number : number + 1])
-        layer = None if wanted.layers == "none" else label
-        parts.append(pairs if layer is None else pairs[pairs["layer"] == layer])
-        parts.append(_pairs(whole, [ALL_QUERIES], [ALL_INDEX], ids, rows, layer))
-        found.append(means[:, 0].numpy())
-    return pd.concat(parts, ignore_index=True), found[0]
+    total, count = sums
+    means = total / count  # NaN for an example without a score
+    whole = [Strongest(setup.run.config.influence.top, 1) for _ in range(means.shape[1])]
+    spread = {"score_std": means[:, 1:].std(1, keepdim=True)} if len(whole) > 1 else {}
+    whole[0].add(0, means[:, :1], **spread)
+    for number, each in enumerate(whole[1:], 1):
+        each.add(0, means[:, number : number + 1])
+    together = _pairs(whole, [ALL_QUERIES], [ALL_INDEX], setup.run.samples.ids, setup.training_rows)
+    return pd.concat([pairs, together], ignore_index=True), means[:, 0].numpy()
 
 
 def of_all(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
@@ -196,7 +179,6 @@ def _pairs(
     query_rows: Sequence[int] | np.ndarray,
     ids: np.ndarray,
     rows: np.ndarray,
-    layer: str | None,
 ) -> pd.DataFrame:
     """The rows of the table for some queries. kept: of all checkpoints together, then of each, where there
     are several.
@@ -215,7 +197,6 @@ def _pairs(
         whole.values.numpy(),
         np.where(places >= 0, rows[places], -1),
         extras,
-        layer,
     )
 
 
@@ -226,7 +207,6 @@ _NEVER_NEGATIVE = (
     "bce_with_logits",
     "mse",
     "l1",
-    "smooth_l1",
     "huber",
 )
 
@@ -242,8 +222,6 @@ def marked_beyond_loss(
     known = pd.concat([losses, pd.Series({ALL_INDEX: losses.mean()})])
     limit = scores["query_index"].map(known).to_numpy(float)
     beyond = scores["score"].to_numpy(float) < -limit * (1 + 1e-6)
-    if "layer" in scores:
-        beyond &= (scores["layer"] == "").to_numpy()
     if beyond.any():
         say(
             f"{int(beyond.sum()):,} of {len(scores):,} ranked scores predict that a query's loss falls by"

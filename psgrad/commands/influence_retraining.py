@@ -31,7 +31,7 @@ from psgrad.engine.influence.evaluation.retraining import (
     fresh_model,
     measured,
 )
-from psgrad.engine.influence.evaluation.statistics import fitted_to, score_matrix
+from psgrad.engine.influence.evaluation.statistics import score_matrix
 from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.errors import InfluenceError
@@ -128,7 +128,7 @@ def _teller(count: int, progress: Say) -> Callable[[int], None]:
             told = True
             text = (
                 f"the other {count - done:,} models are predicted to take {duration(predicted)}; seeds,"
-                " subsets, removals, ks and explained under influence.evaluate decide how many there are; an"
+                " subsets, removals, ks and queries under influence.evaluate decide how many there are; an"
                 " interrupted evaluation goes on from its finished models"
             )
             progress(Progress(0, 0, "evaluation", text))
@@ -246,7 +246,7 @@ def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:
     influence = config.influence
     named = [influence.measurement.name, influence.evaluate.train.function]
     content = {
-        "model": config.model.model_dump(mode="json", exclude={"checkpoint", "state_dict_key"}),
+        "model": config.model.model_dump(mode="json", exclude={"checkpoint"}),
         "loss": config.loss.model_dump(mode="json"),
         "measurement": influence.measurement.model_dump(mode="json"),
         "train": influence.evaluate.train.model_dump(mode="json", exclude={"together"}),
@@ -264,11 +264,13 @@ def fitted_methods(evaluation: Evaluation) -> Fits:
     """name -> (method, fitted at each checkpoint). A compared method that has no scores is named and left
     out; the config's raises.
     """
-    places = [(view.training, view.checkpoint) for view in evaluation.setup.views]
     found: Fits = {}
     for name, method in evaluation.methods.items():
         with _or_left_out(evaluation, name):
-            found[name] = method, fitted_to(method, places)
+            found[name] = (
+                method,
+                [method.fit(view.training, view.checkpoint) for view in evaluation.setup.views],
+            )
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from psgrad.commands.completion import completed_for_influence
-from psgrad.commands.influence_checkpoints import checkpoints_of, first_run, recomputed_run, run_at
+from psgrad.commands.influence_checkpoints import checkpoints_of, first_run, run_at
 from psgrad.commands.influence_queries import (
     chosen_rows,
     contrasted_rows,
@@ -34,9 +34,8 @@ from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.influence.method import RELATIVE, REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.influence.methods.gradient_products import TracIn
 from psgrad.engine.influence.ranking import is_relative
-from psgrad.engine.influence.training_run import TrainingRun
 from psgrad.engine.measures.builtin.outputs import summary_for
-from psgrad.errors import ConfigError, InfluenceError, PsgradError
+from psgrad.errors import InfluenceError, PsgradError
 from psgrad.models.run_checkpoints import adam_state, second_moments
 from psgrad.plugins import METHODS, configured
 from psgrad.run.identity import digest, flattened
@@ -212,18 +211,11 @@ def set_up_influence(
     """
     config = completed_for_influence(config, say)
     method = method_from(config.influence.method, config.base)
-    if method.fits_whole_run and len(checkpoints_of(config)) == 1:
-        say(_ALONE.format(config.influence.method.name))
     run = first_run(config, processes)
     read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
     if processes.size > 1:
         require_same_on_ranks("training data", identity_at_first(run), processes)
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
-    training = None
-    if config.influence.training is not None:
-        if processes.size > 1:
-            raise ConfigError("replay is not computed by several processes", hint="run it in one process")
-        run, training = recomputed_run(config, run, say)
     if isinstance(method, TracIn) and method.optimizer == "sgd":
         _warn_of_adam(config, say)
     last = len(checkpoints_of(config)) - 1
@@ -232,22 +224,16 @@ def set_up_influence(
     for number in range(len(checkpoints_of(config))):
         there = run_at(run, number)
         _require_another(views, there)
-        checkpoint = _checkpoint(there, number, len(rows), training, say)
+        checkpoint = _checkpoint(there, number, len(rows), say)
         views.append(_view(there, checkpoint, measurement, (reader, rows), processes))
     require_same_on_ranks("queries", identity_of_asked(reader, rows, views), processes)
     column = config.influence.groups
-    groups = None if column is None else run.more_samples(config.data, column).units
+    groups = None if column is None else run.other_samples(config.data, column).units
     return InfluenceSetup(
         *(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples))),
         groups=groups,
         contrasts=contrasted_rows(config, reader.samples, rows),
     )
-
-
-_ALONE = (
-    "influence.checkpoints has one checkpoint, and {} follows a training run: from the beginning to there,"
-    " gradients and curvature are taken to be as they are at its end. psgrad.RunCheckpoints saves more"
-)
 
 
 def _warn_of_adam(config: Config, say: Callable[[str], None]) -> None:
@@ -291,9 +277,7 @@ def _require_another(views: list[CheckpointView], run: Setup) -> None:
             raise same_weights(view.path, run.config.model.checkpoint, "influence.checkpoints")
 
 
-def _checkpoint(
-    run: Setup, number: int, queries: int, training: TrainingRun | None, say: Callable[[str], None]
-) -> Checkpoint:
+def _checkpoint(run: Setup, number: int, queries: int, say: Callable[[str], None]) -> Checkpoint:
     """What a method is told of a checkpoint. run: at it. queries: how many there are."""
     listed, path = checkpoints_of(run.config), run.config.model.checkpoint
     checkpoint = listed[number]
@@ -302,10 +286,8 @@ def _checkpoint(
         None if checkpoint is None else checkpoint.learning_rate,
         say,
         queries,
-        None if checkpoint is None else checkpoint.step,
         of=len(listed),
         second_moments=lambda: None if path is None else second_moments(run.config.base / path, run.model),
-        run=training,
     )
 
 

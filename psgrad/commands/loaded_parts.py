@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from psgrad.commands.class_names import require_names_of_outputs, require_one_nu
 from psgrad.commands.weight_placement import WeightPlacement, weight_placement_of
 from psgrad.config import Config, DataConfig, ModelConfig
 from psgrad.config.model import TASK_LOSSES
-from psgrad.data.derived import GroupedSamples, SamplesWithColumns
+from psgrad.data.derived import GroupedSamples
 from psgrad.data.loss import Criterion, resolve_loss
 from psgrad.data.rows import Samples
 from psgrad.data.sources.load import load_data
@@ -78,7 +77,6 @@ class Loaded:
             self.config.base,
             self.trained.patterns,
             self.trained.key,
-            allow_download=self.config.allow_download,
             in_files=in_files,
         )
 
@@ -126,7 +124,7 @@ class Loaded:
             return None
         return output if isinstance(output, torch.Tensor) else None
 
-    def more_samples(
+    def other_samples(
         self, data: DataConfig, unit: str | None = None, weighted: bool | None = None
     ) -> Samples:
         """Another dataset for the same model and loss: labels by name mean the same as in the run's own.
@@ -203,15 +201,13 @@ def load(
     device = pick_device(config.engine.device)
     processes = OneProcess() if processes is None else processes
     placement = weight_placement_of(config, device, processes)
-    often_freed = placement.where != "resident" or config.model.load is not None
-    if often_freed and device.type == "cpu":
+    if placement.where != "resident" and device.type == "cpu":
         give_freed_memory_back()  # before the first tensor is made
     loaded = load_model(
         config.model,
         config.base,
         trained.patterns,
         trained.key,
-        allow_download=config.allow_download,
         in_files=placement.where != "resident",
     )
     config = with_precision(config, loaded)
@@ -222,10 +218,7 @@ def load(
     placement.require_memory(model)
     engine, recompute = config.engine, None
     if engine.recompute != "none":
-        recompute = Recompute(
-            engine.recompute != "auto" or placement.supply is not None,
-            engine.recompute if isinstance(engine.recompute, list) else (),
-        )
+        recompute = Recompute(engine.recompute == "blocks" or placement.supply is not None)
         recompute.add(model)
     criterion = resolve_loss(config.loss, config.base)
     _require_loss_of_the_head(loaded, criterion)
@@ -233,7 +226,7 @@ def load(
     if config.data.class_names is None and samples.class_names is not None:
         named = config.data.model_copy(update={"class_names": list(samples.class_names)})
         config = config.model_copy(update={"data": named})
-    forward = Forward(samples.keywords, loaded.pick, samples.weighted, samples.loss_columns)
+    forward = Forward(samples.keywords, loaded.pick, samples.weighted)
     return Loaded(
         config,
         trained,
@@ -322,7 +315,7 @@ def samples_of(
     of groups where data.group names them.
     """
     # timm's facts about the images that its model was trained on.
-    images = getattr(loaded.model, "pretrained_cfg", None) if config.model.timm is not None else None
+    images = getattr(loaded.model, "pretrained_cfg", None)
 
     def read(column: str | None) -> Samples:
         return load_data(
@@ -332,25 +325,9 @@ def samples_of(
             loaded.pretrained,
             criterion=criterion,
             trained_on=images,
-            allow_download=config.allow_download,
         )
 
-    found = _with_columns(read(data.group or unit), data, config.base, criterion, config.allow_download)
+    found = read(data.group or unit)
     if data.group is None:
         return found
     return GroupedSamples(found, data.group, None if unit is None else read(unit).units)
-
-
-def _with_columns(
-    found: Samples, data: DataConfig, base: Path, criterion: Criterion, allow_download: bool
-) -> Samples:
-    """Rows with the columns that the loss takes, if it takes any."""
-    if not criterion.columns:
-        return found
-    columns = load_data(data.with_inputs(criterion.columns), base, allow_download=allow_download)
-    if len(columns) != len(found):
-        raise ConfigError(
-            f"loss.columns: the columns have {len(columns):,} rows, and there are {len(found):,} samples;"
-            " expected one row each",
-        )
-    return SamplesWithColumns(found, columns, criterion.columns)

@@ -4,15 +4,12 @@ and the whole part of the others. See psgrad/engine/privacy/rank_steps.py.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 from psgrad.commands.private_resume import private_hashes
 from psgrad.commands.private_setup import PrivateSetup, set_up_privately
@@ -23,48 +20,35 @@ from psgrad.engine.execution.stored import as_stored
 from psgrad.engine.privacy.rank_steps import RankSteps
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.errors import DistributedError
+from psgrad.run.identity import digest
 from psgrad.run.progress import without_interrupts
 from psgrad.run.results import Progress, Say
 
-_LOADED, _AGREED = "loaded", "agreed"  # where ranks meet
-
 
 def agree(setup: PrivateSetup, hashes: Mapping[str, Any], processes: Processes) -> None:
-    """Require that all ranks have loaded the same. hashes: `private_hashes` of this rank.
+    """Require that all ranks have loaded the same, but for the weights, which rank 0 sends.
 
-    Raises DistributedError.
+    hashes: `private_hashes` of this rank. Raises DistributedError.
     """
     if processes.size == 1:
         return
-    processes.meet(_LOADED)
-    digests = _digests(setup, hashes)
-    message = {name: torch.frombuffer(bytearray(each), dtype=torch.uint8) for name, each in digests.items()}
-    of_first = {name: bytes(value.tolist()) for name, value in processes.broadcast(_AGREED, message).items()}
-    others = [name for name, each in digests.items() if of_first[name] != each]
+    code = {name: each for name, each in hashes.items() if name not in ("data", "columns", "run", "weights")}
+    parts = {
+        "dataset": {name: hashes[name] for name in ("data", "columns")},
+        "model, code or package": code,
+        "config": ledger_header(setup, 0.0),
+        "version of psgrad or torch": software(),
+    }
+    own = {name: digest(part) for name, part in parts.items()}
+    first = json.loads(processes.texts("agreed", json.dumps(own))[0])
+    others = [name for name, each in own.items() if first[name] != each]
     if others:
         raise DistributedError(
             f"rank {processes.rank} on {socket.gethostname()} has loaded another"
             f" {' and another '.join(others)} than rank 0; no step was taken",
             hint="give all machines the same files, and run again",
         )
-    processes.meet(_AGREED)  # no rank goes on before all have compared
-
-
-def _digests(setup: PrivateSetup, hashes: Mapping[str, Any]) -> dict[str, bytes]:
-    """In words -> the SHA-256 of what must be the same on all ranks. Not of the weights: rank 0 sends its."""
-    data = ("data", "columns")
-    parts = {
-        "dataset": [hashes[name] for name in data],
-        "model, code or package": {
-            name: value for name, value in hashes.items() if name not in (*data, "run", "weights")
-        },
-        "config": ledger_header(setup, 0.0),
-        "version of psgrad or torch": software(),
-    }
-    return {
-        name: hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).digest()
-        for name, part in parts.items()
-    }
+    processes.meet("agreed")  # no rank goes on before all have compared
 
 
 @contextmanager

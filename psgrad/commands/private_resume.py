@@ -32,15 +32,13 @@ def private_hashes(setup: PrivateSetup, run: str) -> dict[str, Any]:
     whether a guess of all rows is right.
     """
     data = setup.run.config.data
-    restored = tensors_of(setup.run.model)
+    tensors, restored = setup.run.identity.tensors, tensors_of(setup.run.model)
+    named = {} if data.class_names is None else {"class_names": data.class_names}
     return {
         "run": run,
-        "attributes": {
-            name: digest for name, digest in setup.run.identity.tensors.items() if name not in restored
-        },
+        "attributes": {name: digest for name, digest in tensors.items() if name not in restored},
         "data": setup.run.samples.content(),
-        "columns": data.model_dump(mode="json", include={"inputs", "target", "id"})
-        | ({} if data.class_names is None else {"class_names": data.class_names}),
+        "columns": data.model_dump(mode="json", include={"inputs", "target", "id"}) | named,
         **setup.run.hashes(),
     }
 
@@ -65,52 +63,46 @@ def require_same_data(folder: PrivateRunFolder, now: Mapping[str, Any]) -> dict[
 
 
 def require_same_code(folder: PrivateRunFolder, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ConfigError where code, the model's modules, or tensors of it that no checkpoint has are
-    others.
+    """Raises ConfigError where code, the model's modules, or tensors of it that no checkpoint has are others.
+
+    Not compared: what the checkpoint brings, parameters and buffers; and versions, which each line of the
+    ledger has.
     """
-    # Not compared: what the checkpoint brings, parameters and buffers; and versions, which each line of the
-    # ledger has.
-    was, found = (
-        {f"the tensor {name}": digest for name, digest in each["attributes"].items()}
-        | {
-            key: value
-            for key, value in lines_of(each).items()
-            if key != WEIGHTS and not key.startswith("version of ")
+
+    def lines(hashes: Mapping[str, Any]) -> dict[str, Any]:
+        tensors = {f"the tensor {name}": digest for name, digest in hashes["attributes"].items()}
+        every = tensors | lines_of(hashes)
+        return {
+            key: value for key, value in every.items() if key != WEIGHTS and not key.startswith("version of ")
         }
-        for each in (then, now)
-    )
-    require_same_run(
-        was, {key: found.get(key) for key in {**was, **found}}, f"the run in {folder.path}", show=False
-    )
+
+    was, found = lines(then), lines(now)
+    expected = {key: found.get(key) for key in {**was, **found}}
+    require_same_run(was, expected, f"the run in {folder.path}", show=False)
 
 
-def weights_note(header: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def weights_note(header: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A sentence where the factory gives other weights than the run began with."""
     if header.get("weights_sha256") == now["weights"]:
-        return None
-    return (
+        return []
+    return [
         "the model comes with other weights than the run began with: all of them are replaced by those of the"
         " checkpoint, and what its factory reads besides is not known"
-    )
+    ]
 
 
 def last_snapshot(folder: PrivateRunFolder, before: LedgerContent) -> Snapshot | None:
     """The checkpoint of a run to be resumed; None where no step was taken that it could have seen."""
-    if folder.checkpoint.exists():
-        try:
-            data = folder.checkpoint.read_bytes()
-        except OSError as error:
-            raise CheckpointError(
-                f"{folder.checkpoint} can't be read: {error.strerror or error}",
-                hint="put the checkpoint back that belongs to this run",
-            ) from error
-        return Snapshot.from_bytes(data, str(folder.checkpoint))
-    if not before.steps:
-        return None
-    raise CheckpointError(
-        f"{folder.checkpoint} is gone, and {len(before.steps)} steps were taken",
-        hint="put the file back, or begin a run of its own with another --output",
-    )
+    try:
+        return Snapshot.from_bytes(folder.checkpoint.read_bytes(), str(folder.checkpoint))
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not before.steps:
+            return None
+        raise CheckpointError(
+            f"{folder.checkpoint} can't be read: {error.strerror or error}; the ledger has"
+            f" {len(before.steps)} steps",
+            hint="put the checkpoint of this run back, or begin a run of its own with another --output",
+        ) from error
 
 
 def opened_ledger(

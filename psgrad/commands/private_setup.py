@@ -21,14 +21,8 @@ from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStre
 from psgrad.engine.privacy.clipping import Clipping, Group
 from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.generators import make_generator
-from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.preflight import (
-    NotRun,
-    require_separate_records,
-    stand_ins,
-    warm_up,
-)
-from psgrad.engine.privacy.records import RecordReader, Records
+from psgrad.engine.privacy.preflight import NotRun, require_separate_records, stand_ins, warm_up
+from psgrad.engine.privacy.records import Records
 from psgrad.engine.privacy.refusals import require_expected_batch_size, require_small_delta
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.unchanged import Unchanged
@@ -71,16 +65,6 @@ class PrivateSetup:
                 return inner(clipping)
 
         return source
-
-    def step_arguments(self, multiplier: float) -> dict[str, Any]:
-        """What a step is taken with, by the names of its parts in the engine."""
-        return {
-            "clipping": self.clipping,
-            "noise": Noise(multiplier),
-            "sampling": self.sampling,
-            "relation": self.privacy.relation,
-            "expected_batch_size": self.privacy.expected_batch_size,
-        }
 
     @property
     def loss(self) -> Callable[..., Any]:
@@ -143,7 +127,7 @@ def set_up_privately(
         records = Records.of_rows(len(run.samples))
     else:
         records = Records.of_units(run.samples.units, unit.max_rows)
-    draws = run.model.training or bool(run.samples.code)
+    code = run.samples.code
     told: set[str] = set()
 
     def once(message: str) -> None:
@@ -151,6 +135,7 @@ def set_up_privately(
             told.add(message)
             say(message)
 
+    draws = run.model.training or bool(code)
     streams = RecordStreams(
         records,
         run.reader.take,
@@ -158,10 +143,8 @@ def set_up_privately(
         run.objective.params,
         lambda loss, read: run.stream(once, loss, read),
         # with a seed, they follow from the seed, the step and the rank: also when resumed
-        coins=Coins(
-            make_generator(seed=privacy.noise.seed), run.model, run.criterion.function, *run.samples.code
-        ),
-        reads_by_code=bool(run.samples.code),
+        coins=Coins(make_generator(seed=privacy.noise.seed), run.model, run.criterion.function, *code),
+        reads_by_code=bool(code),
         alone=privacy.records == "alone" or (privacy.on_error == "zero" and draws),
         randomness=run.randomness,
         zero_on_error=privacy.on_error == "zero",
@@ -200,24 +183,16 @@ def refuse(setup: PrivateSetup) -> str:
     require_small_delta(privacy.delta, len(setup.records))
     require_expected_batch_size(privacy.expected_batch_size, setup.sampling, len(setup.records))
     setup.sampling.require_drawable(len(setup.records))
-    chosen = _looked_at(setup)
-    block = run.reader.take(np.array([setup.records.rows_of(int(record))[0] for record in chosen]))
+    rows = np.array([setup.records.rows_of(int(record))[0] for record in _looked_at(setup)])
+    block = run.reader.take(rows)
     inputs, target = to_device(block.inputs, block.target, run.device, run.dtype)
     setup.unchanged.require(by_bits=True)
-    if privacy.preflight == "rows":
-        require_separate_records(run.objective, inputs, target)
-        if setup.streams.read_coins is not None:  # rows from files are the same each time
-            reader = RecordReader(setup.records, run.reader.take, coins=setup.streams.read_coins)
-            reader.require_memoryless(chosen)
-        setup.unchanged.require(by_bits=True)
-        words = f"checked on {len(block)} rows of the data"
-    else:
-        try:
-            require_separate_records(run.objective, *stand_ins(inputs, target))
-            words = f"checked on {len(block)} stand-ins of the shapes of rows"
-        except NotRun as error:
-            words = f"not checked: {error.message}"
-        setup.unchanged.renew()  # what was set up on stand-ins is public
+    try:
+        require_separate_records(run.objective, *stand_ins(inputs, target))
+        words = f"checked on {len(block)} stand-ins of the shapes of rows"
+    except NotRun as error:
+        words = f"not checked: {error.message}"
+    setup.unchanged.renew()  # what was set up on stand-ins is public
     return words
 
 
@@ -225,20 +200,17 @@ def _looked_at(setup: PrivateSetup) -> np.ndarray:
     """Some records from all over the data. Where errors of records count as zero, records that have none;
     raises the error where all of these have one, which is then the model's and not a record's.
     """
-    count = len(setup.records)
+    count, streams = len(setup.records), setup.streams
     chosen = np.unique(np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64))
-    if not setup.streams.zero_on_error:
+    if not streams.zero_on_error:
         return chosen
-    sound = [
-        record
-        for record in chosen
-        if setup.source(np.array([record]))(setup.clipping).records.norms.isfinite().all()
-    ]
-    if not sound:
-        setup.streams.zero_on_error = False
+    norms = [setup.source(record[None])(setup.clipping).records.norms for record in chosen]
+    sound = chosen[[bool(each.isfinite().all()) for each in norms]]
+    if not len(sound):
+        streams.zero_on_error = False
         setup.source(chosen[:1])(setup.clipping)
-        setup.streams.zero_on_error = True
-    return np.array(sound or chosen)
+        streams.zero_on_error = True
+    return sound if len(sound) else chosen
 
 
 # -- values of a config --------------------------------------------------------------------------------------

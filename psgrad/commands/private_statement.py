@@ -4,14 +4,12 @@ except through noise.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import nn
 
 from psgrad import __version__
 from psgrad.commands.private_setup import PrivateSetup, step_event, unit_in_words
@@ -21,11 +19,11 @@ from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.rounding import GRID_BITS, grid_of, residual_epsilon
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.reports.privacy import guarantee
+from psgrad.run.identity import digest
 from psgrad.run.ledger import Ledger
 from psgrad.run.results.privacy import StepStatement, assumptions_of
 
 _STEP_FORMAT = 1
-_LATER = "computed when a run of steps has ended"
 
 
 def software() -> dict[str, str]:
@@ -40,8 +38,8 @@ def software() -> dict[str, str]:
 def ledger_header(setup: PrivateSetup, multiplier: float) -> dict[str, Any]:
     """What a run keeps to from its first step to its last; a resumed run must say the same."""
     privacy, run = setup.privacy, setup.run
-    decisive = run.config.model.model_dump(mode="json")
-    decisive.pop("checkpoint")  # known by its hash
+    decisive = run.config.model.model_dump(mode="json", exclude={"checkpoint"})  # known by its hash
+    shapes = {name: [str(each.dtype), list(each.shape)] for name, each in tensors_of(run.model).items()}
     return {
         "command": "dp-step",
         "planned_steps": privacy.steps,
@@ -62,17 +60,11 @@ def ledger_header(setup: PrivateSetup, multiplier: float) -> dict[str, Any]:
         "model": {
             **json.loads(json.dumps(decisive), parse_constant=str),  # NaN and infinities as text
             "checkpoint_sha256": run.loaded.sha256,
-            "architecture_sha256": architecture_hash(run.model),
+            "architecture_sha256": digest(shapes),
         },
         "loss": run.config.loss.model_dump(mode="json"),
         "dtype": run.config.engine.dtype,
     }
-
-
-def architecture_hash(model: nn.Module) -> str:
-    """The SHA-256 of the names, types and shapes of all parameters and buffers."""
-    shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors_of(model).items()}
-    return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()
 
 
 def ledger_line(setup: PrivateSetup, multiplier: float, generator: Generator, step: int) -> dict[str, Any]:
@@ -98,29 +90,23 @@ def step_statement(
     ledger: Ledger,
     generator: Generator,
     *,
-    final: bool,
     model_sha256: str | None = None,
 ) -> dict[str, Any]:
-    """The content of public/step.json, of all that the ledger has. Without `final` the slow accountant is
-    left out.
+    """The content of public/step.json, of all that the ledger has.
 
-    model_sha256: of the weights that go with it, public/model.safetensors.
+    model_sha256: of the weights that go with it, public/model.safetensors; None while steps are taken, where
+    the slow accountant is left out.
     """
     privacy, lines, noise = setup.privacy, ledger.steps, _noise_of(setup, multiplier)
-    spent = tuple(merged((event_of(line), 1) for line in lines).items())
+    spent = list(merged((event_of(line), 1) for line in lines).items())
     planned = [(step_event(privacy, multiplier), privacy.steps)]
-    later = Epsilon(None, _LATER)
-    rdp, pld = epsilon_rdp(spent, privacy.delta), epsilon_pld(spent, privacy.delta) if final else later
-    planned_pld = epsilon_pld(planned, privacy.delta) if final else later
-    why_not = {"epsilon_rdp": why_no_number(rdp), "epsilon_pld": why_no_number(pld)}
-    notes = {"epsilon_rdp": rdp.note, "epsilon_pld": pld.note}
+    later = Epsilon(None, "computed when a run of steps has ended")
+    rdp, pld, planned_pld = epsilon_rdp(spent, privacy.delta), later, later
+    if model_sha256 is not None:
+        pld, planned_pld = (epsilon_pld(events, privacy.delta) for events in (spent, planned))
+    each = {"epsilon_rdp": rdp, "epsilon_pld": pld}
+    why_not = {key: why_no_number(found) for key, found in each.items()}
     noised = sum(line["noise_multiplier"] > 0 for line in lines)
-    rested_on = {
-        "scheme": setup.sampling.scheme,
-        "records": privacy.records,
-        "preflight": setup.preflight,
-        "budget": privacy.budget,
-    }
     step = StepStatement(
         format=_STEP_FORMAT,
         versions=software(),
@@ -155,13 +141,20 @@ def step_statement(
         planned_epsilon_pld=planned_pld.value,
         rdp_order=rdp.order,
         why_not={key: reason for key, reason in why_not.items() if reason is not None},
-        accounting_notes={key: note for key, note in notes.items() if note is not None},
+        accounting_notes={key: found.note for key, found in each.items() if found.note is not None},
         budget=ledger.header.get("budget"),
-        assumptions=assumptions_of(rested_on),
+        assumptions=assumptions_of(
+            {
+                "scheme": setup.sampling.scheme,
+                "records": privacy.records,
+                "preflight": setup.preflight,
+                "budget": privacy.budget,
+            }
+        ),
         ledger=ledger.mark(),
         model_sha256=model_sha256,
-    )
-    return {**step.content(), "guarantee": guarantee(step.content())}
+    ).content()
+    return {**step, "guarantee": guarantee(step)}
 
 
 def why_no_number(epsilon: Epsilon) -> str | None:

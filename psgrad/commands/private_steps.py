@@ -1,10 +1,11 @@
-"""The private steps of one process, and what they leave: lines of the ledger, checkpoints, tables, and the
-statement of what was spent.
+"""What the private steps of one process leave: lines of the ledger, checkpoints, tables, and the statement of
+what was spent.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,10 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from psgrad.commands.private_individual import IndividualTable
 from psgrad.commands.private_setup import PrivateSetup
 from psgrad.commands.private_statement import ledger_line, step_statement
-from psgrad.engine.privacy.accounting import curve_accountant, epsilon_curve, epsilon_rdp
+from psgrad.engine.privacy.accounting import epsilon_curve, epsilon_rdp, event_of
+from psgrad.engine.privacy.individual import IndividualAccount, restored, shares_of
 from psgrad.engine.privacy.snapshot import Snapshot, published_tensors, tensors_of
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.errors import DistributedError
@@ -35,15 +36,13 @@ from psgrad.run.results import Progress, Say
 from psgrad.run.results.privacy import STEP_COLUMNS, DPStepResult
 
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
-ADAPTER = "adapter"  # the folder of the adapters, where the model has some
-_STEPS = "steps.parquet"
+_STEPS, _INDIVIDUAL, _MOMENTS = "steps.parquet", "individual_epsilon.parquet", "individual_moments.npz"
 # The number of latest records whose norms are kept for their histogram.
 _NORMS = 10_000
 
 
 class PrivateRun:
-    """Steps of one process, and the files they write: ledger lines, checkpoints, and a statement of what was
-    spent.
+    """The files of the steps of one process: ledger lines, checkpoints, and a statement of what was spent.
 
     Args:
         multiplier: of the noise.
@@ -63,6 +62,8 @@ class PrivateRun:
     ) -> None:
         self.setup, self.folder, self.ledger, self.training, self.lost = setup, folder, ledger, training, lost
         self._multiplier, self._write, self._paid = multiplier, write, len(ledger.steps)
+        groups = setup.clipping.groups
+        self._bound = groups[0].bound if len(groups) == 1 else None
         every = setup.privacy.individual_every
         self._individual = None if every is None else IndividualTable(setup, folder, ledger, every)
         self._earlier = folder.private_table(_STEPS)  # of the processes before this one
@@ -96,29 +97,12 @@ class PrivateRun:
     def _save_all(self) -> None:
         self.save()
         self._write_private()
-        self.folder.write_public_bytes(MODEL, self._model_bytes())
+        self.folder.write_public_bytes(MODEL, save(self._state()))
 
     def before_step(self) -> None:
-        """What is measured of all records before a step is drawn."""
+        """Measure the norms of all records before a step is drawn, where they are to be accounted."""
         if self._individual is not None:
             self._individual.before_step(self.training)
-
-    def keep(self, noisy: NoisySum, last: bool) -> None:
-        """Keep what is published of the last step: its noisy sums, before the update divides them."""
-        self._latest = {name: value.clone() for name, value in noisy.sums.items()} if last else {}
-
-    def release(self, noisy: NoisySum) -> None:
-        """Note what the step that was taken was like, and save it where it is time to."""
-        self._note(noisy)
-        if self._due():
-            self.save()
-            self._write_private()
-
-    def show(self, progress: Say, first: int, steps: int) -> None:
-        """Tell what was spent, of the steps first, ..., first + steps - 1."""
-        delta = self.setup.privacy.delta
-        detail = live_words(epsilon_rdp([(self.training.event(), self._paid)], delta).value, delta)
-        progress(Progress(self.training.taken, first + steps, "steps", unit="step", detail=detail))
 
     def pay(self) -> None:
         """Write down what the step costs; nothing of it has been released."""
@@ -126,7 +110,31 @@ class PrivateRun:
         self._write(ledger_line(self.setup, self._multiplier, training.generator, training.taken + 1))
         self._paid += 1
         if self._individual is not None:
-            self._individual.count(training.event())
+            self._individual.account.count(training.event())
+
+    def keep(self, noisy: NoisySum) -> None:
+        """Keep what is published of the last step: its noisy sums, before the update divides them."""
+        whole = torch.contiguous_format
+        self._latest = {name: value.cpu().clone(memory_format=whole) for name, value in noisy.sums.items()}
+
+    def release(self, noisy: NoisySum) -> None:
+        """Note what the step that was taken was like, and save it where it is time to."""
+        self._note(noisy)
+        privacy, training = self.setup.privacy, self.training
+        seconds = privacy.checkpoint_seconds
+        if (
+            training.taken - self._saved_step >= privacy.checkpoint_steps
+            if privacy.checkpoint_steps is not None
+            else seconds is not None and time.monotonic() - self._saved_at >= seconds
+        ):
+            self.save()
+            self._write_private()
+
+    def show(self, progress: Say, last: int) -> None:
+        """Tell what was spent, of the steps up to the last of this process."""
+        delta = self.setup.privacy.delta
+        detail = live_words(epsilon_rdp([(self.training.event(), self._paid)], delta).value, delta)
+        progress(Progress(self.training.taken, last, "steps", unit="step", detail=detail))
 
     def save(self) -> None:
         """Write the statement of what was spent, then the last noisy sum, then the state of the training. In
@@ -134,12 +142,11 @@ class PrivateRun:
         has the sum: it can't be drawn again.
         """
         training, tensors = self.training, tensors_of(self.setup.run.model)
-        self.folder.write_public_json(STATEMENT, self._statement(final=False))
+        self.folder.write_public_json(STATEMENT, self._statement())
         if self._latest:
-            sums = {name: value.cpu().contiguous() for name, value in self._latest.items()}
             expected = str(self.setup.privacy.expected_batch_size)
             metadata = {"step": str(training.taken), "expected_batch_size": expected}
-            self.folder.write_public_bytes(NOISY_SUM, save(sums, metadata))
+            self.folder.write_public_bytes(NOISY_SUM, save(self._latest, metadata))
         state = {"step": training.taken, **self.ledger.mark()}
         self.folder.write_checkpoint(Snapshot.take(tensors, training.optimizer, state).to_bytes())
         self._saved_at, self._saved_step = time.monotonic(), training.taken
@@ -149,80 +156,41 @@ class PrivateRun:
         private. notes: sentences for people.
         """
         self.save()
-        model = self._model_bytes()
-        step = self._statement(final=True, model_sha256=hashlib.sha256(model).hexdigest())
+        state, run, privacy = self._state(), self.setup.run, self.setup.privacy
+        model = save(state)
+        step = self._statement(hashlib.sha256(model).hexdigest())
         self.folder.write_public_json(STATEMENT, step)
         self.folder.write_public_bytes(MODEL, model)
-        if self.setup.run.config.model.adapter is not None:
-            for name, content in adapter_files(self.setup.run.model, self._state()).items():
-                self.folder.write_public_bytes(f"{ADAPTER}/{name}", content)
-        event, privacy = self.training.event(), self.setup.privacy
+        if run.config.model.adapter is not None:
+            for name, content in adapter_files(run.model, state).items():
+                self.folder.write_public_bytes(f"adapter/{name}", content)
         result = DPStepResult(
             step=step,
             folder=self.folder.path,
-            curve=epsilon_curve(event, privacy.steps, privacy.delta),
+            curve=epsilon_curve(self.training.event(), privacy.steps, privacy.delta),
             steps=pd.DataFrame(self._rows, columns=list(STEP_COLUMNS)),
             norms=np.concatenate([*self._norms, np.empty(0)]),
             bound=self._bound,
-            curve_accountant=curve_accountant(event),
             notes=[
                 *notes,
                 *self._notes(),
                 *(f"{key}: {note}" for key, note in step["accounting_notes"].items()),
             ],
         )
-        steps = self._write_private()
-        unit = self.setup.run.criterion.unit or ""
-        write_plots(
-            replace(result, steps=steps),
-            self.folder.write_public_bytes,
-            self.folder.write_private_bytes,
-            unit,
-        )
+        drawn = replace(result, steps=self._write_private())
+        write_plots(drawn, self.folder, run.criterion.unit or "")
         return result
 
-    def _statement(self, *, final: bool, model_sha256: str | None = None) -> dict[str, Any]:
-        return step_statement(
-            self.setup,
-            self._multiplier,
-            self.ledger,
-            self.training.generator,
-            final=final,
-            model_sha256=model_sha256,
-        )
-
-    @property
-    def _bound(self) -> float | None:
-        """The bound of the only clipping group; None where there are several."""
-        groups = self.setup.clipping.groups
-        return groups[0].bound if len(groups) == 1 else None
-
-    def _model_bytes(self) -> bytes:
-        """The whole state dict as safetensors; tensors that share memory are written once for each name."""
-        return save(self._state())
+    def _statement(self, model_sha256: str | None = None) -> dict[str, Any]:
+        generator = self.training.generator
+        return step_statement(self.setup, self._multiplier, self.ledger, generator, model_sha256=model_sha256)
 
     def _state(self) -> dict[str, torch.Tensor]:
+        """The whole state dict; tensors that share memory are there once for each name."""
         return {
             name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, value in published_tensors(self.setup.run.model).items()
         }
-
-    def _published_step(self) -> int | None:
-        """The step whose noisy sum is in the public folder; None for none."""
-        try:
-            with safe_open(self.folder.path / PUBLIC / NOISY_SUM, framework="numpy") as file:
-                return int((file.metadata() or {})["step"])
-        except (OSError, SafetensorError, KeyError, ValueError):
-            return None
-
-    def _due(self) -> bool:
-        privacy = self.setup.privacy
-        if privacy.checkpoint_steps is not None:
-            return self.training.taken - self._saved_step >= privacy.checkpoint_steps
-        return (
-            privacy.checkpoint_seconds is not None
-            and time.monotonic() - self._saved_at >= privacy.checkpoint_seconds
-        )
 
     def _note(self, noisy: NoisySum) -> None:
         """What the step's batch was like: NOT PRIVATE."""
@@ -257,18 +225,17 @@ class PrivateRun:
         return steps
 
     def _notes(self) -> list[str]:
-        notes = []
+        """What a person should know of the run, a sentence each."""
+        notes, taken = [], self.training.taken
         if self._lost_table:
-            notes.append(
-                f"{PRIVATE}/{PREFIX}{_STEPS} could not be read: the steps of earlier processes are missing in"
-                " the new one"
-            )
+            table = f"{PRIVATE}/{PREFIX}{_STEPS}"
+            notes.append(f"{table} could not be read: the new one lacks the steps of earlier processes")
         if self.lost:
             notes.append(
                 f"{self.lost} steps of an earlier process were paid for and lost, as it ended before it could"
                 " save what came of them"
             )
-        published, taken = self._published_step(), self.training.taken
+        published = _step_of(self.folder.path / PUBLIC / NOISY_SUM)
         if published != taken:
             found = "is missing" if published is None else f"is that of step {published}"
             notes.append(
@@ -277,15 +244,64 @@ class PrivateRun:
             )
         if not self.training.generator.secure:
             notes.append(f"the noise comes from {self.training.generator.name}: the ledger says so")
-        broken = [
-            name
-            for name, parameter in self.setup.parameters.items()
-            if not bool(torch.isfinite(parameter).all())
-        ]
+        parameters = self.setup.parameters
+        broken = [name for name, each in parameters.items() if not bool(torch.isfinite(each).all())]
         if broken:  # no secret: the weights are released
             notes.append(
-                f"the weights are NaN or infinite in {len(broken)} of {len(self.setup.parameters)} trained"
-                f" parameters, {broken[0]} first: no gradient comes of them, and each further step is spent"
-                " for noise alone; lower the learning rate, or look at the weights that training began with"
+                f"the weights are NaN or infinite in {len(broken)} of {len(parameters)} trained parameters,"
+                f" {broken[0]} first: each further step is spent for noise alone; lower the learning rate"
             )
         return notes
+
+
+def _step_of(path: Any) -> int | None:
+    """The step whose noisy sum is in a file; None for none."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return int((file.metadata() or {})["step"])
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None
+
+
+class IndividualTable:
+    """What each record's own norms cost it, measured before every few steps. NOT PRIVATE.
+
+    Steps of earlier processes that the stored moments lack count with the bound.
+    """
+
+    def __init__(self, setup: PrivateSetup, folder: PrivateRunFolder, ledger: Ledger, every: int) -> None:
+        self._setup, self._folder, self._every, self._measured = setup, folder, every, False
+        self.account = IndividualAccount(len(setup.records))
+        try:
+            with np.load(io.BytesIO((folder.path / PRIVATE / f"{PREFIX}{_MOMENTS}").read_bytes())) as state:
+                self.account = restored(state, self.account)
+        except (OSError, ValueError, KeyError):
+            pass  # none, or one that can't be read
+        for line in ledger.steps[self.account.steps :]:
+            self.account.count(event_of(line))
+
+    def before_step(self, training: PrivateTraining) -> None:
+        """Compute the norms of all records at the present weights, where it is their turn."""
+        if self._measured and training.taken % self._every:
+            return
+        source, clipping = training.source(np.arange(training.records)), training.clipping
+        shares = np.empty(training.records)
+        shares[self._setup.streams.drawn] = shares_of(source(clipping).records, clipping)
+        self.account.measure(shares)
+        self._measured = True
+
+    def write(self) -> None:
+        """Write the table, and the moments with which a later process goes on."""
+        setup, samples = self._setup, self._setup.run.samples
+        names = samples.ids if setup.privacy.unit is None else pd.unique(pd.Series(samples.units))
+        table = pd.DataFrame({"record": names, "epsilon": self.account.epsilons(setup.privacy.delta)})
+        exact = self._every == 1 and not setup.run.model.training
+        table.attrs = {
+            "delta": setup.privacy.delta,
+            "steps": self.account.steps,
+            "kind": "by the norms of every step" if exact else "an estimate: norms of some steps or draws",
+        }
+        self._folder.write_private_table(_INDIVIDUAL, table)
+        state = io.BytesIO()
+        np.savez(state, moments=self.account.moments, steps=self.account.steps)
+        self._folder.write_private_bytes(_MOMENTS, state.getvalue())

@@ -19,7 +19,7 @@ import torch
 
 from psgrad import __version__
 from psgrad.commands.setup import Setup
-from psgrad.data.sources.file_hashes import hashes_of_files
+from psgrad.data.sources.files import hashes_of_files
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.gradients.machine import device_name
@@ -78,7 +78,7 @@ def describe_run(
         data=DataFacts(
             config.data.source,
             run.samples.fingerprint,
-            hashes_of_files(config.data, config.base, config.allow_download),
+            hashes_of_files(config.data, config.base),
             list(run.samples.notes),
         ),
         hashes=run.hashes(specs),

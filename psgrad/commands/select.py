@@ -16,16 +16,14 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from psgrad.config import DataConfig
-from psgrad.data.sources.file_hashes import hashes_of_files
+from psgrad.data.sources.files import data_files, hashes_of_files
 from psgrad.data.sources.selection import (
     ROW_SUFFIXES,
-    RowFilter,
     Rows,
     content_of,
     has_whole_rows,
     whole_rows,
 )
-from psgrad.data.sources.source import data_files
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError, one_line
 from psgrad.run.durable_files import write_atomically
 from psgrad.run.finished import finished_manifest, require_there
@@ -228,15 +226,12 @@ def _copied(data: DataConfig, base: Path, chosen: pd.DataFrame, count: int) -> R
     """The chosen rows with all columns, or all rows of the chosen groups. count: the rows of the dataset.
     Raises DataError.
     """
-    if data.group is not None:
-        groups = set(map(str, chosen["id"]))
-        return whole_rows(data, base, RowFilter(lambda _, group: str(group) in groups, data.group))
-    places = {place["index"] for place in _places(chosen, data)}
-    asked = RowFilter(lambda place, _: place in places)
-    rows = whole_rows(data, base, asked)
-    if asked.seen != count:
+    groups = None if data.group is None else set(map(str, chosen["id"]))
+    places = () if data.group is not None else {place["index"] for place in _places(chosen, data)}
+    rows, found = whole_rows(data, base, places, groups)
+    if groups is None and found != count:
         raise DataError(
-            f"{data.source} has {asked.seen:,} rows, and the run's dataset had {count:,}",
+            f"{data.source} has {found:,} rows, and the run's dataset had {count:,}",
             hint="run it again on the files as they are now",
         )
     return rows

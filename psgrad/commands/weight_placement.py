@@ -71,8 +71,6 @@ def weight_placement_of(config: Config, device: torch.device, processes: Process
     """As `engine.parameters` says; auto by the size of the model's files and the free memory, as rank 0 finds
     it: what is free differs from rank to rank, and ranks have to take the same steps.
     """
-    if config.model.load is not None:
-        return WeightPlacement(f"model.load: {config.model.load} keeps them on the device")
     engine, free = config.engine, free_memory(device)
     size = weight_bytes(config.model, config.base)
     why = "engine.parameters says so"

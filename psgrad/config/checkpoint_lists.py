@@ -1,5 +1,5 @@
 """The checkpoints of a training run by a pattern, such as `run/*.safetensors` or `run/checkpoint-*`, in the
-order of its steps, and what their files say of step and learning rate.
+order of its steps, and the learning rates that their files name.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def listed_paths(value: object, info: ValidationInfo) -> object:
 
 
 def listed_checkpoints(value: object, info: ValidationInfo) -> object:
-    """The checkpoints that a list of paths and patterns names, with learning rates and steps. Rates and steps
-    that are left out come from trainer_state.json in the checkpoint's folder or from the metadata of a
+    """The checkpoints that a list of paths and patterns names, with learning rates. Rates that are left
+    out come from trainer_state.json in the checkpoint's folder or from the metadata of a
     safetensors file.
     """
     base = _base_of(info)
@@ -42,11 +42,8 @@ def listed_checkpoints(value: object, info: ValidationInfo) -> object:
             continue
         paths = _matched(group["path"], base)
         for path, own in zip(paths, _one_each(group, len(paths)), strict=True):
-            known = {"learning_rate": _learning_rate(base / path), "step": _whole(base / path, "step")}
-            filled = {
-                key: value for key, value in known.items() if value is not None and own.get(key) is None
-            }
-            found.append({**own, "path": path, **filled})
+            rate = _learning_rate(base / path) if own.get("learning_rate") is None else None
+            found.append({**own, "path": path, **({} if rate is None else {"learning_rate": rate})})
     return found
 
 

@@ -17,6 +17,7 @@ from psgrad.config.influence import MEASUREMENTS, InfluenceConfig
 from psgrad.config.model import LABELS_FROM_TEXT, TASK_LOSSES, TASKS, ModelConfig
 from psgrad.config.plugin_names import Group
 from psgrad.config.privacy import PrivacyConfig
+from psgrad.config.review import ReviewConfig
 from psgrad.config.values import ConfigSection, FilePath, NamedSection, described, is_callable_spec
 
 _ChunkSize = Annotated[int, Field(ge=1)] | Literal["auto"]
@@ -65,8 +66,6 @@ class LossConfig(NamedSection):
     """A known loss, or module:callable(output, target) that returns one number for each sample; the other
     keys are its options.
     """
-    columns: list[str] = Field(default_factory=list)
-    """Of a callable of your own: columns of the data whose values of a sample it gets after the target."""
 
     @property
     def own(self) -> bool:
@@ -74,10 +73,10 @@ class LossConfig(NamedSection):
         return is_callable_spec(self.name)
 
     @model_validator(mode="after")
-    def _columns_of_a_callable(self) -> LossConfig:
-        refused = list(self.options) if self.own else ["columns"] if self.columns else []
-        if refused:
-            raise ValueError(f"the loss {self.name!r} does not take {', '.join(refused)}")
+    def _no_options_of_a_callable(self) -> LossConfig:
+        if self.own and self.options:
+            instead = "; name the columns in data.target, as a list" if "columns" in self.options else ""
+            raise ValueError(f"the loss {self.name!r} does not take {', '.join(self.options)}{instead}")
         return self
 
 
@@ -107,9 +106,9 @@ class EngineConfig(ConfigSection):
     """
     process_timeout: Annotated[float, Field(gt=0, le=1e6)] = 3600.0
     """Seconds that one of several processes waits for the others, at most."""
-    recompute: Literal["auto", "none", "blocks"] | Annotated[list[str], Field(min_length=1)] = "auto"
+    recompute: Literal["auto", "none", "blocks"] = "auto"
     """Whether the modules that repeat run again in the backward pass, to save memory; auto for offloaded
-    weights, and when a row does not fit. Patterns such as `encoder.layer.*` name other modules.
+    weights, and when a row does not fit.
     """
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Precision; auto is the one in which model.pretrained is saved, float32 for float16 and for other
@@ -160,6 +159,9 @@ def _inherited(content: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 class Config(ConfigSection):
     """One config. Paths of inputs are relative to `base`, `output` is relative to the current directory."""
 
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "allow_download": "download a model first by `hf download NAME`, a dataset by datasets.load_dataset",
+    }
     filled_in: ClassVar[tuple[str, ...]] = ("loss",)
 
     version: Annotated[Literal[1], BeforeValidator(_version)]  # a Literal alone takes true for 1
@@ -168,8 +170,6 @@ class Config(ConfigSection):
     """The model: a factory, its arguments, and the weights to put in."""
     loss: LossConfig
     """The loss of one sample; that of model.task where it is left out."""
-    allow_download: bool = False
-    """Whether models, tokenizers and datasets may be downloaded by their hub ids."""
     data: DataConfig
     """The dataset, and which of its columns are which."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -184,6 +184,8 @@ class Config(ConfigSection):
     """A differentially private run, `psgrad dp-step`."""
     influence: InfluenceConfig = Field(default_factory=InfluenceConfig)
     """`psgrad influence`: which training examples made the model do this."""
+    review: ReviewConfig = Field(default_factory=ReviewConfig)
+    """`psgrad review`: what a change of the training data may do and still pass."""
     output: FilePath
     """The run folder, relative to the current directory."""
     _base: Path = PrivateAttr(default_factory=Path)  # private, so that no file can set it
@@ -230,24 +232,6 @@ class Config(ConfigSection):
                 f"data.target is missing: the loss {self.loss.name!r} compares the output with a target"
                 " column"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _quantised_weights_live_on_the_device(self) -> Config:
-        if self.model.load is not None and self.engine.parameters == "offloaded":
-            raise ValueError(
-                f"engine.parameters is {self.engine.parameters}, and model.load: {self.model.load} keeps the"
-                " weights on the device; leave one of the two out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_masked_lm_hides_tokens(self) -> Config:
-        for key in sorted(self.data.not_default() & {"masked", "seed"}):
-            if self.model.task != "masked-lm":
-                raise ValueError(
-                    f"data.{key} is given, and nothing reads it; expected the task masked-lm, or no {key}"
-                )
         return self
 
     @model_validator(mode="after")

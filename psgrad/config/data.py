@@ -4,13 +4,12 @@ rows of their own, or some of these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from psgrad.config.plugin_names import OWN, plugin_names
 from psgrad.config.values import (
     CallableSpec,
     ConfigSection,
@@ -22,8 +21,8 @@ from psgrad.config.values import (
 )
 from psgrad.errors import ConfigError
 
-DATA_SUFFIXES = tuple(f".{name}" for name in OWN["sources"])
-"""Suffixes of the data files that psgrad reads by itself."""
+DATA_FORMATS = ("csv", "tsv", "jsonl", "json", "txt", "parquet", "arrow", "feather", "npz", "safetensors")
+"""The formats of data files, by suffix; the reader of each is in psgrad/data/sources/files.py."""
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 """Suffixes of compressed files; the one before them picks the reader."""
 
@@ -79,10 +78,15 @@ def _data_paths(value: object) -> object:
     if not paths or not all(isinstance(path, str | Path) and str(path) for path in paths):
         raise ValueError(f"got {described(value)}, expected a file, a glob such as train-*.jsonl, or a list")
     for path in map(Path, paths):
-        if data_format(path) not in plugin_names("sources"):
+        if data_format(path) == "tar":
             raise ValueError(
-                f"{path.name!r} does not end in one of {', '.join(DATA_SUFFIXES)} (or these and .gz or .zst);"
-                " the suffix picks the reader"
+                f"{path.name!r} is a tar, which is not read; save it as a folder, and name that in dataset:"
+                " datasets.load_dataset('webdataset', data_files=FILE, split='train').save_to_disk(FOLDER)"
+            )
+        if data_format(path) not in DATA_FORMATS:
+            raise ValueError(
+                f"{path.name!r} does not end in one of .{', .'.join(DATA_FORMATS)} (text also with .gz or"
+                " .zst); the suffix picks the reader, and a factory reads all else"
             )
     formats = sorted({data_format(path) for path in map(Path, paths)})
     if len(formats) > 1:
@@ -94,7 +98,7 @@ _IN_ORDER = "rows are read in the order of the dataset; a private run draws its 
 _STREAMS = "streams are not read; save the rows that you want with datasets' save_to_disk, or name data.split"
 # Keys that mean nothing without one of others.
 _READ_WITH = {
-    ("tokenizer", "max_length", "truncation", "masked", "seed"): ("text", "prompt", "messages"),
+    ("tokenizer", "max_length", "truncation"): ("text", "prompt", "messages"),
     ("size", "crop", "mean", "std"): ("image", "images"),
 }
 
@@ -113,6 +117,8 @@ class DataConfig(ConfigSection):
         ),
         "streaming": _STREAMS,
         "stream_rows": _STREAMS,
+        "masked": "15 % of the tokens are hidden, as BERT was trained",
+        "seed": "the tokens that are hidden follow from a row's text",
         "user": "the column of a private run's users is privacy.unit.column",
     }
 
@@ -148,10 +154,6 @@ class DataConfig(ConfigSection):
     """The largest number of tokens in a row; null for what the model takes."""
     truncation: Literal["right", "left", "error"] = "error"
     """Where longer rows are cut."""
-    masked: Annotated[Finite, Field(gt=0, le=1)] = 0.15
-    """Of masked-lm: the share of tokens that are hidden and predicted."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Of masked-lm: seed of which tokens are hidden; the same row has the same ones each time."""
     image: str | None = None
     """The column of images, as paths or bytes; the model's image processor prepares them."""
     size: Annotated[int, Field(ge=1)] | list[Annotated[int, Field(ge=1)]] | None = None
@@ -198,10 +200,10 @@ class DataConfig(ConfigSection):
             return self.target[0]
         return self.target
 
-    def with_inputs(self, columns: Sequence[str]) -> DataConfig:
-        """This dataset with `columns` as its only inputs."""
-        others = ("target", "text", "prompt", "completion", "messages", "image", "id", "group", "weight")
-        return self.model_copy(update={**dict.fromkeys(others), "inputs": {name: name for name in columns}})
+    @property
+    def reads_texts(self) -> bool:
+        """Whether a tokenizer makes the inputs of columns of text."""
+        return any(each is not None for each in (self.text, self.prompt, self.messages))
 
     @property
     def source(self) -> str:
@@ -268,6 +270,7 @@ class QueriesConfig(DataConfig):
     not_taken: ClassVar[Mapping[str, str]] = {
         **DataConfig.not_taken,
         "wrong": "set where: not correct",
+        "contrast": "give each completion a row of its own, and name the pairs in influence.contrast",
     }
 
     rows: list[Annotated[int, Field(ge=0)]] | None = None
@@ -278,26 +281,6 @@ class QueriesConfig(DataConfig):
     """A condition on id, index, target (or label), loss, prediction, confidence and correct."""
     worst: Annotated[int, Field(ge=1)] | None = None
     """Take only this number of rows, those with the largest loss."""
-
-    contrast: str | None = None
-    """The column of a second completion of the same prompt: each row becomes two queries, and what helps the
-    completion more than that one is ranked.
-    """
-
-    @model_validator(mode="after")
-    def _contrast_of_completions(self) -> QueriesConfig:
-        if self.contrast is None:
-            return self
-        if self.completion is None or not self.sources_given:
-            raise ValueError(
-                "contrast is a second completion of each prompt; name path, prompt and completion of the"
-                " queries beside it"
-            )
-        if self.contrast == self.completion:
-            raise ValueError(
-                f"contrast and completion are both the column {self.contrast!r}; name two columns"
-            )
-        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> QueriesConfig:
@@ -333,12 +316,4 @@ class QueriesConfig(DataConfig):
         """The queries' own dataset; None where they are rows of the training data."""
         if not self.sources_given:
             return None
-        return DataConfig.model_validate(self.model_dump(exclude={*_CHOICES, "contrast"}, exclude_unset=True))
-
-    @property
-    def contrast_data(self) -> DataConfig | None:
-        """The dataset of queries with the other completions; None where the config has none."""
-        own = self.own_data
-        if own is None or self.contrast is None:
-            return None
-        return own.model_copy(update={"completion": self.contrast})
+        return DataConfig.model_validate(self.model_dump(exclude=set(_CHOICES), exclude_unset=True))

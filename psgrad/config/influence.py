@@ -8,14 +8,13 @@ psgrad/engine/influence/methods.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from psgrad.config.checkpoint_lists import listed_checkpoints
 from psgrad.config.data import QueriesConfig
-from psgrad.config.influence_evaluation import EvaluationConfig, MethodConfig, TrainingConfig
+from psgrad.config.influence_evaluation import EvaluationConfig, MethodConfig
 from psgrad.config.values import (
     ConfigSection,
     FilePath,
@@ -89,42 +88,11 @@ class IndexConfig(ConfigSection):
     """Rows in each file of the index."""
 
 
-class IndexSearchConfig(ConfigSection):
-    """How the strongest rows of a query are found in an index.
-
-    approximate: rows are divided, once, into lists of rows near to each other; of each query some lists are
-    searched, and the rows found there get their exact scores. It needs faiss: pip install 'psgrad[faiss]'.
-    """
-
-    bare: ClassVar[str] = "kind"
-    not_taken: ClassVar[Mapping[str, str]] = {
-        "lists": "rows are divided into as many lists as the square root of their number",
-        "candidates": "two rows are scored exactly for each one that is ranked; more probes find more",
-        "sample": "the recall is measured on 20 of the queries",
-    }
-
-    kind: Literal["exact", "approximate"] = "exact"
-    """exact reads all rows and misses none; approximate reads a part of them."""
-    probes: Annotated[int, Field(ge=1)] | None = None
-    """Lists that are searched for either sign of each query, of as many as the square root of the number of
-    rows; null for a quarter of them. With all of them no row is missed.
-    """
-
-    @property
-    def approximate(self) -> bool:
-        return self.kind == "approximate"
-
-    @model_validator(mode="after")
-    def _options_of_approximate(self) -> IndexSearchConfig:
-        if self.kind == "exact" and self.probes is not None:
-            raise ValueError("probes is of kind: approximate; set that, or leave it out")
-        return self
-
-
 class CheckpointConfig(ConfigSection):
     """One checkpoint: the weights, and the learning rate that the optimiser had then."""
 
     bare: ClassVar[str] = "path"
+    not_taken: ClassVar[Mapping[str, str]] = {"step": "scores are averaged over checkpoints in any order"}
 
     path: FilePath
     """The weights, relative to this config."""
@@ -132,14 +100,13 @@ class CheckpointConfig(ConfigSection):
     """The optimiser's learning rate there, which tracin needs; null for that of its trainer_state.json, or
     its metadata.
     """
-    step: Annotated[int, Field(ge=0)] | None = None
-    """Optimiser steps up to there; null for those of its trainer_state.json, or its metadata."""
 
 
 class InfluenceConfig(ConfigSection):
     """`psgrad influence`: which training examples made the model do this."""
 
     not_taken: ClassVar[Mapping[str, str]] = {
+        "training": "no method computes a training run again: list its checkpoints in influence.checkpoints",
         "damping": "damping is an option of the method: influence.method.damping",
         "learning_rate": "learning rates go with checkpoints: influence.checkpoints",
         "learning_rates": (
@@ -148,6 +115,8 @@ class InfluenceConfig(ConfigSection):
         ),
         "average": "scores of several checkpoints are put on one scale before they are averaged",
         "over_queries": "all queries together are ranked by their mean score; scores.parquet has each query",
+        "layers": "scores are of all parameters together: choose some by influence.parameters",
+        "index_search": "an index is read whole; each row of influence.index.dimension numbers is read once",
         "query_tokens": "tokens.parquet has all tokens of the queries: choose its rows by query_token",
     }
 
@@ -163,19 +132,15 @@ class InfluenceConfig(ConfigSection):
         list[CheckpointConfig] | None,
         BeforeValidator(listed_checkpoints, json_schema_input_type=str | list[str | CheckpointConfig] | None),
     ] = None
-    """Checkpoints of one training run, each a path or {path, learning_rate, step}, or a pattern such as
+    """Checkpoints of one training run, each a path or {path, learning_rate}, or a pattern such as
     run/*.safetensors or run/checkpoint-*; by default only the model's.
     """
-    training: TrainingConfig | None = None
-    """The training run, for method: replay."""
     top: Annotated[int, Field(ge=1)] = 10
     """Examples of either sign ranked for each query."""
     level: Literal["sample", "token"] = "sample"
     """Whether the ranked pairs of the queries that the report shows are also divided over the tokens of both;
     of a loss of positions.
     """
-    layers: Literal["none", "parameter", "module"] = "none"
-    """Whether scores are also given for each parameter or module."""
     normalize: Literal["none", "self_influence", "preconditioned_norm"] = "none"
     """RelatIF: scores divided by the root of the example's self-influence, or by the norm of its
     preconditioned gradient.
@@ -188,8 +153,6 @@ class InfluenceConfig(ConfigSection):
     """Pairs of ids of queries: which training examples help the first one more than the second."""
     index: IndexConfig | None = None
     """An index of the training gradients, built by `psgrad influence index`."""
-    index_search: IndexSearchConfig = Field(default_factory=IndexSearchConfig)
-    """How the index is searched: exact reads all rows; approximate finds the strongest ones with faiss."""
     self_influence: Literal["auto", "always", "never"] = "auto"
     """Each example's influence on itself; auto leaves it out if it would cost one solve for each example."""
     check: Literal["auto", "always", "never"] = "auto"
@@ -210,17 +173,6 @@ class InfluenceConfig(ConfigSection):
         return self
 
     @model_validator(mode="after")
-    def _checkpoints_in_order(self) -> InfluenceConfig:
-        steps = [(each.path, each.step) for each in self.checkpoints or [] if each.step is not None]
-        for (one, before), (other, after) in pairwise(steps):
-            if one.parent == other.parent and after < before:
-                raise ValueError(
-                    f"{other} is of step {after} and is listed after {one}, of step {before}; list the"
-                    " checkpoints of a run in the order of its steps"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _tokens_of_one_checkpoint(self) -> InfluenceConfig:
         if self.level == "token" and len(self.checkpoints or ()) > 1:
             raise ValueError(
@@ -232,59 +184,12 @@ class InfluenceConfig(ConfigSection):
         return self
 
     @model_validator(mode="after")
-    def _approximate_search_finds_the_strongest(self) -> InfluenceConfig:
-        if self.index_search.kind == "exact":
-            return self
-        if self.index is None:
-            raise ValueError("index_search: approximate searches an index; name one, in index")
-        if len(self.checkpoints or ()) > 1:
-            raise ValueError(
-                "index_search: approximate finds rows by one inner product, and"
-                f" {len(self.checkpoints or ())} checkpoints have one each, with a scale that depends on all"
-                " scores; choose exact, or one checkpoint"
-            )
-        given = {
-            "groups": self.groups is not None,
-            "contrast": self.contrast is not None,
-            f"layers: {self.layers}": self.layers != "none",
-            f"normalize: {self.normalize}": self.normalize != "none",
-        }
-        needy = [key for key, there in given.items() if there]
-        if needy:
-            raise ValueError(
-                f"index_search: approximate finds the strongest rows of each query alone, and"
-                f" {', '.join(needy)} need{'s' if len(needy) == 1 else ''} the scores of all rows; choose"
-                " exact, or leave that out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _contrasts_of_two(self) -> InfluenceConfig:
         if self.contrast is not None and not self.contrast:
             raise ValueError("contrast is an empty list; name two queries, such as [[a, b]]")
         alone = next((pair for pair in self.contrast or () if str(pair[0]) == str(pair[1])), None)
         if alone is not None:
             raise ValueError(f"contrast compares the query {alone[0]!r} with itself; name two queries")
-        return self
-
-    @model_validator(mode="after")
-    def _replay_needs_its_training(self) -> InfluenceConfig:
-        replays = self.method.name == "replay"
-        if replays and self.training is None:
-            raise ValueError(
-                "replay computes the training run again: describe it in influence.training (optimizer,"
-                " epochs, batch_size, learning_rate, seed)"
-            )
-        if self.training is not None and not replays:
-            raise ValueError(
-                f"training is of method: replay, and the method is {self.method.name}; leave it out"
-            )
-        if replays and self.checkpoints:
-            raise ValueError(
-                "replay has one model, the end of its run: name that as model.checkpoint, or leave it out"
-            )
-        if replays and self.index is not None:
-            raise ValueError("replay does not read an index; leave index out")
         return self
 
     @model_validator(mode="after")

@@ -1,5 +1,5 @@
 """The section of `psgrad influence --evaluate`: how models are trained again, how many of them, and what is
-compared. A training run that `method: replay` computes again is described by the same keys.
+compared.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from psgrad.config.plugin_names import Group
-from psgrad.config.values import CallableSpec, ConfigSection, FilePath, Finite, NamedSection
+from psgrad.config.values import CallableSpec, ConfigSection, Finite, NamedSection
 
 
 class MethodConfig(NamedSection):
@@ -32,16 +32,27 @@ _TAKES: Mapping[str, frozenset[str]] = {
     "sgd": _STEPS | {"momentum"},
     "adam": _STEPS,
     "adamw": _STEPS,
-    "newton": frozenset({"tolerance"}),
+    "newton": frozenset(),
 }
 _ALWAYS = frozenset({"optimizer", "weight_decay", "together"})
 
 
-class RecipeConfig(ConfigSection):
-    """How a model is trained by mini-batches."""
+class TrainConfig(ConfigSection):
+    """How a model is trained again, from the fresh weights of the model's factory. A bare string is a
+    training function of your own.
 
-    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
-    """As torch.optim has it."""
+    That returns the trained model. The built-in trainer trains many models at once by `optimizer`.
+    """
+
+    bare: ClassVar[str] = "function"
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "tolerance": "newton ends where no entry of the gradient of the mean loss is above 1e-10",
+    }
+
+    function: CallableSpec | None = None
+    """module:callable, called as train(model, inputs, target, seed); null for the built-in trainer."""
+    optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"
+    """Of the built-in trainer; newton is for convex objectives only."""
     epochs: Annotated[int, Field(ge=1)] = 50
     """Passes over the training rows; of sgd, adam and adamw."""
     batch_size: Annotated[int, Field(ge=1)] = 64
@@ -53,52 +64,8 @@ class RecipeConfig(ConfigSection):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Of sgd."""
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
-    """As in torch's optimisers."""
-
-    @model_validator(mode="after")
-    def _momentum_of_sgd(self) -> RecipeConfig:
-        if self.momentum and self.optimizer in ("adam", "adamw"):
-            raise ValueError(f"{self.optimizer} does not take momentum")
-        return self
-
-
-class TrainingConfig(RecipeConfig):
-    """The training run that led to the model, which `method: replay` computes again: from its initial weights
-    in an order of the rows that is known by the seed, each step along the mean loss of its batch.
-    """
-
-    not_taken: ClassVar[Mapping[str, str]] = {
-        "tolerance": (
-            "the run may end at most a thousandth of its way from model.checkpoint; where it ends elsewhere,"
-            " leave model.checkpoint out"
-        )
-    }
-
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Of the fresh weights of the model's factory, and of the order of the rows, which is that of
-    psgrad.engine.influence.training_run.training_batches.
-    """
-    initial: FilePath | None = None
-    """A checkpoint of the weights that training began with; null for the factory's fresh ones."""
-
-
-class TrainConfig(RecipeConfig):
-    """How a model is trained again, from the fresh weights of the model's factory. A bare string is a
-    training function of your own.
-
-    That returns the trained model. The built-in trainer trains many models at once by `optimizer`.
-    """
-
-    bare: ClassVar[str] = "function"
-
-    function: CallableSpec | None = None
-    """module:callable, called as train(model, inputs, target, seed); null for the built-in trainer."""
-    optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"  # type: ignore[assignment]
-    """Of the built-in trainer; newton is for convex objectives only."""
-    weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
     """As in torch's optimisers; newton keeps n * weight_decay fixed on removal."""
-    tolerance: Annotated[Finite, Field(gt=0)] = 1e-10
-    """Norm of the gradient at which newton stops."""
+
     together: Annotated[int, Field(ge=1)] = 100
     """Models trained, and kept, at a time."""
 
@@ -125,6 +92,7 @@ class EvaluationConfig(ConfigSection):
             "dampings are no longer tuned: list a method several times in influence.evaluate.methods, each"
             " with its own damping"
         ),
+        "explained": "removal asks about at most 20 queries; influence.evaluate.queries: N takes fewer",
         "highest": "a fifth of influence.evaluate.removals are those with the highest self-influence",
     }
 
@@ -148,5 +116,3 @@ class EvaluationConfig(ConfigSection):
     """
     ks: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [10, 20, 50], min_length=1)
     """Of removal: how many proponents are left out."""
-    explained: Annotated[int, Field(ge=2)] = 20
-    """Of removal: for how many queries."""

@@ -1,8 +1,7 @@
 """The names of the plugins that a config can name, and where each class is, without importing it.
 
 Those of other packages are entry points, with the groups `psgrad.measures`, `psgrad.methods`,
-`psgrad.detectors`, `psgrad.losses` and `psgrad.sources`. The name of an entry point is the name in a config;
-of a source, the suffix of its files without the dot.
+`psgrad.detectors` and `psgrad.losses`. The name of an entry point is the name in a config.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Literal
 
-Group = Literal["measures", "methods", "detectors", "losses", "sources"]
+Group = Literal["measures", "methods", "detectors", "losses"]
 
 OWN: dict[Group, dict[str, str]] = {
     "measures": {
@@ -50,8 +49,6 @@ OWN: dict[Group, dict[str, str]] = {
         "gradient_dot": "psgrad.engine.influence.methods.gradient_products:GradientDot",
         "influence": "psgrad.engine.influence.methods.influence:Influence",
         "projected_influence": "psgrad.engine.influence.methods.projected:ProjectedInfluence",
-        "replay": "psgrad.engine.influence.methods.replay:Replay",
-        "source": "psgrad.engine.influence.methods.source:Source",
         "tracin": "psgrad.engine.influence.methods.gradient_products:TracIn",
         "trak": "psgrad.engine.influence.methods.projected:TRAK",
     },
@@ -66,21 +63,7 @@ OWN: dict[Group, dict[str, str]] = {
         "l1": "psgrad.data.losses.value_losses:L1",
         "mse": "psgrad.data.losses.value_losses:MSE",
         "nll": "psgrad.data.losses.class_losses:NLL",
-        "smooth_l1": "psgrad.data.losses.value_losses:SmoothL1",
         "token_cross_entropy": "psgrad.data.losses.class_losses:TokenCrossEntropy",
-    },
-    "sources": {
-        "arrow": "psgrad.data.sources.formats.arrow:Arrow",
-        "csv": "psgrad.data.sources.formats.csv:CSV",
-        "feather": "psgrad.data.sources.formats.arrow:Feather",
-        "json": "psgrad.data.sources.formats.json:JSON",
-        "jsonl": "psgrad.data.sources.formats.json:JSONL",
-        "npz": "psgrad.data.sources.formats.arrays:NPZ",
-        "parquet": "psgrad.data.sources.formats.arrow:Parquet",
-        "safetensors": "psgrad.data.sources.formats.arrays:Safetensors",
-        "tar": "psgrad.data.sources.formats.tar:Tar",
-        "tsv": "psgrad.data.sources.formats.csv:TSV",
-        "txt": "psgrad.data.sources.formats.json:TXT",
     },
 }
 """kind -> name -> `module:Class`, of psgrad's own plugins."""

@@ -89,6 +89,7 @@ class PrivacyConfig(ConfigSection):
         ),
         "epochs": "set steps: epochs / sampling.sample_rate, rounded up",
         "batch_size": "set expected_batch_size and sampling.sample_rate: batch size / number of records",
+        "preflight": "the model is run on stand-ins of the shapes of rows; psgrad dp-audit looks at rows",
         "augmentation": "let the dataset change each row as it reads it: every step reads its records anew",
         "max_physical_batch_size": "set engine.chunk_size or engine.memory, which don't change the numbers",
     }
@@ -120,10 +121,6 @@ class PrivacyConfig(ConfigSection):
     records: Literal["together", "alone"] = "together"
     """alone computes each record by itself: slower, and the guarantee needs no word on how kernels round a
     record beside others.
-    """
-    preflight: Literal["stand_ins", "rows"] = "stand_ins"
-    """What the model is run on first, to find a layer that mixes records: rows finds more, and whether
-    the run begins then depends on the data.
     """
     on_error: Literal["end", "zero"] = "end"
     """Whether a record on which the model, the loss or its reading fails ends the run before the step is paid

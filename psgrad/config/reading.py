@@ -14,7 +14,6 @@ from pydantic_core import ErrorDetails
 
 from psgrad.config.analysis import GateConfig
 from psgrad.config.config import Config
-from psgrad.config.model import FOLDERS, MADE
 from psgrad.config.values import ConfigSection, described, meaning, sections_in
 from psgrad.errors import ConfigError
 from psgrad.wording import did_you_mean, nearest
@@ -189,8 +188,7 @@ class _Document:
 
     def problem(self, details: ErrorDetails) -> str:
         """The message for one of pydantic's errors."""
-        path = tuple(part for part in details["loc"] if part not in (FOLDERS, MADE))
-        details = {**details, "loc": path}
+        path = details["loc"]
         where = ".".join(str(part) for part in path)
         return f"{self._location(path)}: {where + ': ' if where else ''}{explain(details)}"
 

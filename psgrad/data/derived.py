@@ -1,5 +1,5 @@
-"""Datasets made of another one: some of its rows, drawn at random; its rows with columns for the loss; and
-groups of its rows as samples, such as the rows of a document, a user or a conversation.
+"""Datasets made of another one: some of its rows, drawn at random; and groups of its rows as samples, such as
+the rows of a document, a user or a conversation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from psgrad.data.rows import Array, Block, Samples
 from psgrad.errors import DataError
-from psgrad.ragged import RaggedAxes, joined
+from psgrad.ragged import RaggedAxes
 
 _STREAM = 0x5A3B1E  # of the seed's numbers, so that nothing else that is drawn by the seed is drawn alike
 
@@ -90,48 +90,6 @@ class DrawnSamples(SamplesOf):
 
     def first_row(self, sample: int) -> int:
         return self._samples.first_row(int(self.rows[sample]))
-
-
-class SamplesWithColumns(SamplesOf):
-    """A dataset with columns of numbers in front of its inputs, for a loss that takes them.
-
-    columns: the same rows, whose inputs are these columns.
-    """
-
-    def __init__(self, samples: Samples, columns: Samples, names: Sequence[str]) -> None:
-        super().__init__(samples)
-        self._columns, self.loss_columns, self._names = columns, len(names), list(names)
-        if columns.ragged is not None:
-            raise DataError(
-                f"loss.columns: {', '.join(names)} hold lists of unequal length; expected columns whose"
-                " rows are alike",
-            )
-        self.ragged = None if samples.ragged is None else samples.ragged.around(before=len(names))
-
-    def take(self, rows: Array) -> Block:
-        return self._with(self._samples.take(rows), self._columns.take(rows))
-
-    def anew(self) -> Samples:
-        return SamplesWithColumns(self._samples.anew(), self._columns.anew(), self._names)
-
-    def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-        yield from self._samples.read_ahead(rows)
-        yield from self._columns.read_ahead(rows)
-
-    def content(self, count: int | None = None) -> str:
-        both = self._samples.content(count) + self._columns.content(count)
-        return hashlib.sha256(both.encode()).hexdigest()
-
-    def content_of(self, rows: Sequence[int]) -> str:
-        both = self._samples.content_of(rows) + self._columns.content_of(rows)
-        return hashlib.sha256(both.encode()).hexdigest()
-
-    def input_names(self) -> list[str]:
-        names = self._samples.input_names()
-        return [*self._names, *names] if names else names
-
-    def _with(self, block: Block, columns: Block) -> Block:
-        return Block((*columns.inputs, *block.inputs), block.target, block.lengths, self.ragged)
 
 
 class GroupedSamples(SamplesOf):
@@ -267,36 +225,3 @@ class GroupedSamples(SamplesOf):
                 " group, or a model that takes a mask of the positions",
                 hint="leave data.group out, or give the model a mask as an input",
             )
-
-
-class TwoCompletions(SamplesOf):
-    """The rows of a dataset, and after them the same rows with other completions.
-
-    Args:
-        first, second: alike but for their completions.
-        name: of the second one, which is added to the ids of its rows.
-    """
-
-    def __init__(self, first: Samples, second: Samples, name: str) -> None:
-        super().__init__(first)
-        self.first, self.second = first, second
-        ids = [str(each) for each in first.ids]
-        self.ids = np.array([*ids, *(f"{each} ({name})" for each in ids)], dtype=object)
-        self.fingerprint = hashlib.sha256(f"{first.fingerprint} {second.fingerprint}".encode()).hexdigest()
-        self.targets = self.units = None
-        self.ungrouped = self.group_sizes = self.agreed_targets = None
-
-    def take(self, rows: Array) -> Block:
-        rows = self._existing(rows)
-        firsts = rows < len(self.first)
-        parts = ((self.first, rows[firsts]), (self.second, rows[~firsts] - len(self.first)))
-        order = np.concatenate([np.flatnonzero(firsts), np.flatnonzero(~firsts)])
-        return joined([samples.take(own) for samples, own in parts if len(own)]).at(np.argsort(order))
-
-    def row_name(self, row: int) -> str:
-        count = len(self.first)
-        return self.first.row_name(row) if row < count else self.second.row_name(row - count)
-
-    def describe(self, row: int) -> str | None:
-        count = len(self.first)
-        return self.first.describe(row) if row < count else self.second.describe(row - count)

@@ -1,5 +1,5 @@
-"""Images in files: a folder of images as a table (a folder for each class, or a metadata file with a row an
-image), and images out of files and bytes, by Pillow: their modes, and what is wrong with them. No torch.
+"""Images in files: a folder of images as a table, with a folder for each class, and images out
+of files and bytes, by Pillow: their modes, and what is wrong with them. No torch.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ import pyarrow as pa
 from psgrad.config import DataConfig
 from psgrad.config.values import require_regular
 from psgrad.data.columns import ColumnRoles, require_columns
-from psgrad.data.sources.source import source_for
 from psgrad.data.sources.table_rows import TableRows
 from psgrad.errors import ConfigError, DataError, UnreadableRow
 from psgrad.models.hub import library
-from psgrad.run.identity import files_sha256
 from psgrad.wording import first_line, first_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-IMAGE, LABEL, FILE_NAME = "image", "label", "file_name"
+IMAGE, LABEL = "image", "label"
 _SHOWN = 5
-_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+_TABLES = (".csv", ".jsonl", ".parquet")
 
 
 def with_names(config: DataConfig, base: Path) -> DataConfig:
@@ -40,8 +38,7 @@ def with_names(config: DataConfig, base: Path) -> DataConfig:
     the id, where none is named, the path of the image.
     """
     assert config.images is not None
-    classes = metadata_of(base / config.images) is None and bool(class_folders(base / config.images))
-    target = config.target if config.target is not None or not classes else LABEL
+    target = config.target or (LABEL if class_folders(base / config.images) else None)
     image = config.image or IMAGE
     return config.model_copy(update={"image": image, "target": target, "id": config.id or image})
 
@@ -49,11 +46,20 @@ def with_names(config: DataConfig, base: Path) -> DataConfig:
 def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> TableRows:
     """The images of data.images, with the columns that the config names. Raises ConfigError and DataError."""
     assert config.images is not None
-    folder = required_folder(base / config.images)
-    metadata, config = metadata_of(folder), with_names(config, base)
+    folder = base / config.images
+    if not folder.is_dir():
+        raise ConfigError(
+            f"data.images: there is no folder {folder}",
+            hint="check the path; it is relative to the config file's folder",
+        )
+    config = with_names(config, base)
     assert config.image is not None
+    metadata = next((each for each in sorted(folder.glob("metadata.*")) if each.suffix in _TABLES), None)
     if metadata is not None:
-        return _of_metadata(metadata, config, unit)
+        raise ConfigError(
+            f"data.images: the folder {folder} has a table of its images",
+            hint=f"name it in place of the folder: data.path: {metadata}, with image: file_name",
+        )
     classes = class_folders(folder)
     images, others = listed_images(folder, {*classes})
     there = {parts[0] for parts in images}
@@ -62,8 +68,7 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Tabl
             f"the folder {folder / empty[0]} has no images; expected files that end in one of"
             f" {', '.join(SUFFIXES)}, in a folder for each class",
         )
-    paths = ["/".join(parts) for parts in images]
-    columns = {config.image: paths, FILE_NAME: paths}
+    columns = {config.image: ["/".join(parts) for parts in images]}
     if classes:
         columns[LABEL] = [parts[0] for parts in images]
     wanted = ColumnRoles.of(config, unit).columns
@@ -80,21 +85,6 @@ def _left_out(others: Sequence[str], classes: bool) -> tuple[str, ...]:
     where = " in the folder of a class" if classes else ""
     count = "1 file was" if len(others) == 1 else f"{len(others):,} files were"
     return (f"{count} left out, as no image{where} by name: {first_of(others, _SHOWN)}",)
-
-
-def required_folder(folder: Path) -> Path:
-    """The folder, once it is known to be one. Raises ConfigError."""
-    if not folder.is_dir():
-        raise ConfigError(
-            f"data.images: there is no folder {folder}",
-            hint="check the path; it is relative to the config file's folder",
-        )
-    return folder
-
-
-def metadata_of(folder: Path) -> Path | None:
-    """The metadata file of a folder of images, where it has one."""
-    return next((folder / name for name in _METADATA if (folder / name).is_file()), None)
 
 
 def class_folders(folder: Path) -> list[str]:
@@ -129,47 +119,6 @@ def _files(folder: str, above: tuple[str, ...], followed: Set[str]) -> Iterator[
                     yield from _files(entry.path, parts, frozenset())
             elif not entry.name.startswith("."):
                 yield parts, entry.is_file()
-
-
-def _of_metadata(metadata: Path, config: DataConfig, unit: str | None) -> TableRows:
-    """The rows of a metadata file, whose column file_name is the image."""
-    assert config.image is not None
-    source = source_for(metadata)
-    assert config.image is not None
-    own = {"image": FILE_NAME, "id": FILE_NAME if config.id == config.image else config.id}
-    try:
-        table = source.table(metadata, ColumnRoles.of(config, unit))
-    except ConfigError:  # its column of images has the name that the datasets library gives it
-        table = source.table(metadata, ColumnRoles.of(config.model_copy(update=own), unit))
-        names = [config.image if name == FILE_NAME else name for name in table.column_names]
-        table = table.rename_columns(names)
-    _require_inside(metadata, table.column(config.image).to_pylist())
-    return TableRows(table, str(metadata), files_sha256([metadata]), (metadata,))
-
-
-def _require_inside(metadata: Path, names: Sequence[Any]) -> None:
-    """Raises DataError for the first row whose image is outside of the folder of the metadata file, by its
-    path or by a link.
-    """
-    folder = metadata.parent.resolve()
-    parents: dict[Path, bool] = {}  # whether a folder of images is inside
-
-    def leads_inside(path: Path) -> bool:
-        return path.resolve().is_relative_to(folder)
-
-    for row, name in enumerate(names):
-        if not isinstance(name, str):  # said where the image is read
-            continue
-        place, path = Path(name), folder / name
-        if place.parent not in parents:
-            parents[place.parent] = leads_inside(path.parent)
-        inside = parents[place.parent] and ".." not in place.parts and not place.is_absolute()
-        if not inside or (path.is_symlink() and not leads_inside(path)):
-            raise DataError(
-                f"row {row} of {metadata} names {name!r}, which leads out of the folder {metadata.parent};"
-                " expected the path of an image in this folder, without .. and links to elsewhere",
-                hint="put the image into the folder; or read the table itself: data.path and data.image",
-            )
 
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")

@@ -58,7 +58,6 @@ class Criterion:
         ignore_index: labels equal to it do not count.
         modules_imported: the modules and files whose code was run to get it.
         unit: such as nats; None where it is not known.
-        columns: of the data, whose values of the sample the function gets after the target.
     """
 
     name: str
@@ -67,7 +66,6 @@ class Criterion:
     ignore_index: int = IGNORED
     modules_imported: tuple[str, ...] = ()
     unit: str | None = None
-    columns: tuple[str, ...] = ()
 
 
 def resolve_loss(config: LossConfig, base: Path) -> Criterion:
@@ -86,10 +84,8 @@ def resolve_loss(config: LossConfig, base: Path) -> Criterion:
     function = resolve(config.name, base, raises=LossError)
     if inspect.isclass(function):
         raise ConfigError(f"the loss {config.name} is a class; expected a function of (output, target)")
-    modules = (module_of(config.name),)
-    columns = tuple(config.columns)
-    custom = partial(_custom, config.name, function, columns)
-    return Criterion(config.name, custom, "custom", modules_imported=modules, columns=columns)
+    custom = partial(_custom, config.name, function)
+    return Criterion(config.name, custom, "custom", modules_imported=(module_of(config.name),))
 
 
 def _of_one_tensor(name: str, loss: LossFunction, output: Any, target: Tensor) -> Tensor:
@@ -103,15 +99,8 @@ def _of_one_tensor(name: str, loss: LossFunction, output: Any, target: Tensor) -
     )
 
 
-def _custom(
-    name: str, loss: LossFunction, columns: tuple[str, ...], output: Tensor, target: Tensor, *values: Tensor
-) -> Tensor:
-    if len(values) != len(columns):
-        raise LossError(
-            f"the loss {name} takes the columns {', '.join(columns)}, and was to be taken without them",
-            hint="leave out what takes derivatives in the output, such as a Gauss-Newton curvature",
-        )
-    value = loss(output, target, *values)
+def _custom(name: str, loss: LossFunction, output: Tensor, target: Tensor) -> Tensor:
+    value = loss(output, target)
     if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
         return value
     got = (

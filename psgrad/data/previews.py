@@ -22,7 +22,7 @@ def input_of(samples: Samples, row: int) -> TopSample:
         return _first_of_group(samples, row)
     text = samples.describe(row)
     inputs = samples.read(row, row + 1).inputs if text is None else ()
-    image = as_image(inputs[samples.loss_columns :]) if inputs else None
+    image = as_image(inputs) if inputs else None
     values = values_of(inputs, samples.input_names()) if image is None else ()
     return TopSample(
         samples.ids[row], image, text, values, None if image is None else _original(samples, row)

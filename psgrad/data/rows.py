@@ -39,7 +39,6 @@ class Samples(ABC):
         fingerprint: a SHA-256 that changes when the data does.
         units: [n], text or int64, whom each row belongs to, where a column for that was named; else None.
         weighted: whether the last input is the weight of each row's loss, which the model does not get.
-        loss_columns: how many of the first inputs only the loss gets.
         sources: the Python modules that make the rows, where code does. code: the objects that do.
         notes: sentences for the manifest.
         class_names: of the classes 0, 1, 2, ... where the data or the model's folder has them. names_found:
@@ -56,7 +55,6 @@ class Samples(ABC):
     keywords: tuple[str, ...] = ()
     ragged: RaggedAxes | None = None
     weighted: bool = False
-    loss_columns: int = 0
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     class_names: tuple[str, ...] | None = None

@@ -169,7 +169,7 @@ def _lengths(row: EncodedRow, fields: Sequence[Field]) -> list[int]:
 def _fingerprint(rows: TableRows, task: TextTask) -> str:
     """A SHA-256 of all that decides the tensors: the files, the tokenizer, the task and its options."""
     data, config = task.data, task.pretrained.config
-    given = data.model_dump(include={*_COLUMNS, "class_names", "masked", "seed"})
+    given = data.model_dump(include={*_COLUMNS, "class_names"})
     said = {
         "format": _FORMAT,
         "files": rows.fingerprint,

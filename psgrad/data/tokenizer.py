@@ -15,12 +15,12 @@ from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.models.hub import library, located, quiet
 from psgrad.models.pretrained import Pretrained, model_inputs
-from psgrad.run.input_files import sha256_of
 from psgrad.wording import first_line
 
 Where = Callable[[int], str]
 """The number of a text in a call to where it is written, for messages."""
 Cut = Literal["longest_first", "only_second"]
+_SAVED = ("tokenizer*", "vocab*", "*.model")  # the files of a tokenizer
 
 UNLIMITED = 1_000_000  # tokenizers without a limit of their own say 1e30
 # Position embeddings of these begin after the pad token's id, which takes that many from the table.
@@ -33,16 +33,15 @@ class Encoding:
 
     ids, types: of each token; types are what token_type_ids are. special: whether a tokenizer put it there.
     part: 0 or 1 for the first or the second text, None for a special token. word: of a text in words, the
-    number of the token's word. span: the characters [start, end) of its text. The last three are None for a
-    tokenizer that does not tell them.
+    number of the token's word. span: the characters [start, end) of its text.
     """
 
     ids: list[int]
     types: list[int]
     special: list[bool]
-    part: list[int | None] | None = None
-    word: list[int | None] | None = None
-    span: list[tuple[int, int]] | None = None
+    part: Sequence[int | None]
+    word: Sequence[int | None]
+    span: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -139,32 +138,24 @@ class Tokenizer:
 
 def _encodings(batch: Any) -> list[Encoding]:
     """What a tokenizer returned, row by row."""
-    fast = batch.encodings
-    if fast is None:
-        types = batch.get("token_type_ids") or [[0] * len(ids) for ids in batch["input_ids"]]
-        special = [list(map(bool, each)) for each in batch["special_tokens_mask"]]
-        return list(map(Encoding, batch["input_ids"], types, special))
-    found = []
-    for each in fast:
-        told = (each.sequence_ids, each.word_ids, each.offsets)
-        found.append(Encoding(each.ids, each.type_ids, list(map(bool, each.special_tokens_mask)), *told))
-    return found
+    return [
+        Encoding(
+            each.ids,
+            each.type_ids,
+            list(map(bool, each.special_tokens_mask)),
+            each.sequence_ids,
+            each.word_ids,
+            each.offsets,
+        )
+        for each in batch.encodings
+    ]
 
 
 def load_tokenizer(data: DataConfig, base: Path, pretrained: Pretrained) -> Tokenizer:
     """The tokenizer that a config names, or that in the model's folder. Raises ConfigError and DataError."""
-    notes: list[str] = []
     folder = pretrained.folder
     if data.tokenizer is not None:
-        place = located(
-            data.tokenizer,
-            base,
-            key="data.tokenizer",
-            holds=("tokenizer*", "vocab*", "*.model"),
-            allow_download=pretrained.allow_download,
-        )
-        folder = place.folder
-        notes += [place.downloaded] if place.downloaded else []
+        folder = located(data.tokenizer, base, key="data.tokenizer", holds=_SAVED).folder
     inner = _read(folder)
     if data.truncation != "error":
         inner.truncation_side = data.truncation
@@ -172,39 +163,35 @@ def load_tokenizer(data: DataConfig, base: Path, pretrained: Pretrained) -> Toke
     pad, said = _pad_token(inner, pretrained.config, size)
     limit = _limit(data.max_length, inner, pretrained.config)
     inputs = tuple(name for name in _inputs(inner, pretrained))
-    fingerprint = _fingerprint(inner, folder)
-    return Tokenizer(inner, inputs, pad, limit, data.truncation, fingerprint, (*notes, *said), size)
+    fingerprint = _fingerprint(inner)
+    return Tokenizer(inner, inputs, pad, limit, data.truncation, fingerprint, tuple(said), size)
 
 
 def _read(folder: Path) -> Any:
-    """transformers' tokenizer in a folder. Raises DataError where there is none: transformers makes an empty
-    one of a model's config alone.
-    """
+    """transformers' tokenizer in a folder. Raises DataError where there is none that can be used."""
     transformers = library("transformers")
-    missing = DataError(
-        f"there is no tokenizer in {folder}",
-        hint="call tokenizer.save_pretrained with that folder, or name another folder in data.tokenizer",
-    )
+    # transformers makes an empty one of a model's config alone.
+    if not any(any(folder.glob(pattern)) for pattern in _SAVED):
+        raise DataError(
+            f"there is no tokenizer in {folder}",
+            hint="call tokenizer.save_pretrained with that folder, or name another folder in data.tokenizer",
+        )
     try:
         with quiet():
             inner = transformers.AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # missing libraries, damaged files, unknown classes: each has types of its own
-        if not any((folder / name).exists() for name in ("tokenizer.json", *_SAVED)):
-            raise missing from error
         raise DataError(
             f"the tokenizer in {folder} can't be read: {first_line(error)}",
             hint="load it with transformers.AutoTokenizer.from_pretrained to see more",
         ) from error
-    # A tokenizer of bytes or characters has no vocabulary to save.
-    vocabulary = tuple(inner.vocab_files_names.values()) or _SAVED
-    if not any((folder / name).exists() for name in ("tokenizer.json", *vocabulary)):
-        raise missing
+    if not inner.is_fast:
+        raise DataError(
+            f"the tokenizer {type(inner).__name__} in {folder} does not tell the characters of its tokens",
+            hint="save a fast one, with a tokenizer.json; or name columns of token ids in data.inputs",
+        )
     return inner
-
-
-_SAVED = ("tokenizer_config.json",)
 
 
 def _vocabulary_size(config: Any) -> int | None:
@@ -260,13 +247,9 @@ def _inputs(inner: Any, pretrained: Pretrained) -> list[str]:
 _MADE = ("input_ids", "attention_mask", "token_type_ids")
 
 
-def _fingerprint(inner: Any, folder: Path) -> str:
+def _fingerprint(inner: Any) -> str:
     """A SHA-256 of a tokenizer's tokens, its special tokens and its chat template."""
-    if inner.is_fast:
-        content = [hashlib.sha256(inner.backend_tokenizer.to_str().encode()).hexdigest()]
-    else:
-        files = [folder / name for name in sorted(inner.vocab_files_names.values())]
-        content = [sha256_of(path) for path in files if path.exists()]
+    content = [hashlib.sha256(inner.backend_tokenizer.to_str().encode()).hexdigest()]
     content += [type(inner).__name__, json.dumps(inner.special_tokens_map, sort_keys=True, default=str)]
     content.append(json.dumps(inner.chat_template, sort_keys=True))
     return hashlib.sha256("\n".join(content).encode()).hexdigest()
@@ -301,7 +284,7 @@ def chat_tokens(tokenizer: Tokenizer, messages: Chat | None, where: str) -> tupl
             f"{where}: the chat has no turn of the assistant{said}",
             hint="the loss is of what a message with the role assistant says",
         )
-    if "generation" in _template_text(tokenizer) and tokenizer.inner.is_fast:
+    if "generation" in _template_text(tokenizer):
         found = _rendered(tokenizer, chat, where, return_assistant_tokens_mask=True)
         mask = list(map(bool, found["assistant_masks"]))
         if any(mask):

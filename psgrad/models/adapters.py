@@ -1,19 +1,18 @@
-"""The adapter of peft on a pretrained model, read or made new. Only its parameters are differentiated."""
+"""The adapter of peft on a pretrained model. Only its parameters are differentiated."""
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from psgrad.config.model import ModelConfig, NewAdapterConfig
-from psgrad.errors import CheckpointError, ConfigError, ModelError
+from psgrad.config.model import ModelConfig
+from psgrad.errors import CheckpointError, ModelError
 from psgrad.models.hub import library, located, quiet
 from psgrad.models.model_folders import (
     SETTINGS,
@@ -32,38 +31,32 @@ _SHOWN = 8
 class Adapted:
     """A model with its adapter in.
 
-    weights: the file of the adapter's weights, where it was read. names: what the manifest says of it.
+    weights: the file of the adapter's weights. name: what the manifest says of it.
     """
 
     model: nn.Module
-    weights: list[Path] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
+    weights: Path
+    notes: list[str]
+    name: str
 
 
-def with_adapter(
-    base: PretrainedModel, config: ModelConfig, at: Path, *, allow_download: bool = False
-) -> Adapted:
-    """The model with the adapter that `config.adapter` names, relative to `at`, or with the one that it says
-    to make. Its parameters require a gradient, and no others. Raises ConfigError, ModelError or
-    CheckpointError.
+def with_adapter(base: PretrainedModel, config: ModelConfig, at: Path) -> Adapted:
+    """The model with the adapter that `config.adapter` names, relative to `at`. Its parameters require a
+    gradient, and no others. Raises ConfigError, ModelError or CheckpointError.
     """
     assert config.adapter is not None
     peft = library("peft")
-    if isinstance(config.adapter, NewAdapterConfig):
-        return _made(peft, base.model, config.adapter)
-    place = located(config.adapter, at, key="model.adapter", holds=WEIGHTS, allow_download=allow_download)
-    notes = [place.downloaded] if place.downloaded else []
-    notes += base_notes(read_adapter_settings(place.folder), place.folder, base.location, config)
-    weights = adapter_weights(place.folder)
-    model = _read(peft, base.model, place.folder)
+    folder = located(config.adapter, at, key="model.adapter", holds=WEIGHTS).folder
+    notes = base_notes(read_adapter_settings(folder), folder, base.location, config)
+    weights = adapter_weights(folder)
+    model = _read(peft, base.model, folder)
     words = _described(model.peft_config["default"])
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     notes += [
         f"the adapter {config.adapter} ({words}) lies on top of {config.pretrained}, not merged into it",
         f"{count:,} parameters of the adapter require a gradient, and no others",
     ]
-    return Adapted(model, [weights], notes, [f"{config.adapter} ({words})"])
+    return Adapted(model, weights, notes, f"{config.adapter} ({words})")
 
 
 def _read(peft: Any, model: Any, folder: Path) -> Any:
@@ -102,29 +95,6 @@ def _other_base(folder: Path, what: str) -> CheckpointError:
     )
 
 
-def _made(peft: Any, model: nn.Module, wanted: NewAdapterConfig) -> Adapted:
-    alpha = wanted.alpha if wanted.alpha is not None else float(wanted.rank)
-    settings = peft.LoraConfig(
-        r=wanted.rank,
-        lora_alpha=int(alpha) if alpha == math.floor(alpha) else alpha,
-        target_modules=wanted.target,
-    )
-    try:
-        with quiet(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(wanted.seed)
-            adapted = peft.get_peft_model(model, settings)
-    except ValueError as error:
-        leaves = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if _is_linear(each)})
-        raise ConfigError(
-            f"model.adapter: a new LoRA adapter can't be put in: {first_line(error)}",
-            hint=f"set target to ends of names of layers such as {', '.join(leaves[:_SHOWN])}",
-        ) from error
-    name = f"new ({_described(adapted.peft_config['default'])}, seed {wanted.seed})"
-    count = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
-    note = f"a {name} adapter, not merged: its {count:,} parameters require a gradient, and no others"
-    return Adapted(adapted, notes=[note], names=[name])
-
-
 def adapter_files(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """The folder of a model's adapter with these weights, as peft writes it: path in it -> content.
 
@@ -135,10 +105,6 @@ def adapter_files(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[s
         adapted.save_pretrained(place, state_dict=dict(state), save_embedding_layers=False)
         kept = [path for path in sorted(Path(place).rglob("*")) if path.name in (SETTINGS, WEIGHTS[0])]
         return {path.relative_to(place).as_posix(): path.read_bytes() for path in kept}
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D"
 
 
 def _described(settings: Any) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.run.input_files import require_file
-from psgrad.wording import first_line, first_of
+from psgrad.wording import first_line
 
 INDEX_SUFFIX = ".safetensors.index.json"
 FOLDERS = ("config.json", "adapter_config.json")
@@ -32,20 +32,14 @@ _SAFE_TORCH = (2, 10)
 _SAVE_SAFELY = (
     "where it was made, save the state dict alone: safetensors.torch.save_file(model.state_dict(), path)"
 )
-# Folders of sharded training -> the program that makes one file of them.
-_CONVERTERS = {
-    ".metadata": "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt",
-    "zero_to_fp32.py": "the zero_to_fp32.py in it",
-    "latest": "DeepSpeed's zero_to_fp32.py",
-}
 _SHOWN = 10
 
 # -- which files there are -----------------------------------------------------------------------------------
 
 
-def checkpoint_kind(path: Path, key: str | None = None) -> str:
-    """'torch', 'safetensors' or 'index', once it is known that there is a file, and that `key` goes with it.
-    Raises ConfigError, and CheckpointError for an empty file.
+def checkpoint_kind(path: Path) -> str:
+    """'torch', 'safetensors' or 'index', once it is known that there is a file. Raises ConfigError, and
+    CheckpointError for an empty file.
     """
     name = path.name.lower()
     require_file(path, "checkpoint", CheckpointError)
@@ -57,8 +51,6 @@ def checkpoint_kind(path: Path, key: str | None = None) -> str:
             f" {INDEX_SUFFIX}, {', '.join(TORCH_SUFFIXES)}",
             hint="save the state dict alone: exported programs, TorchScript and plain pickles are code",
         )
-    if key is not None:
-        raise ConfigError(f"model.state_dict_key is {key!r}, but {path.name} holds tensors only")
     return "index" if name.endswith(INDEX_SUFFIX) else "safetensors"
 
 
@@ -70,20 +62,15 @@ def require_checkpoint(path: Path) -> Path:
         return require_file(path, "checkpoint", CheckpointError)
     if any((path / name).is_file() for name in FOLDERS):
         return path
-    converter = next((program for name, program in _CONVERTERS.items() if (path / name).exists()), None)
-    if converter is not None:
-        raise ConfigError(
-            f"the checkpoint {path} is a folder of sharded training, whose files are not read",
-            hint=f"make one file of it by {converter.replace('FOLDER', str(path))}, and name that file",
-        )
     raise ConfigError(
-        f"the checkpoint {path} is a folder with none of {', '.join(FOLDERS)}", hint="name the file inside it"
+        f"the checkpoint {path} is a folder with none of {', '.join(FOLDERS)}",
+        hint="name the file inside it; of sharded training make one file first",
     )
 
 
 def checkpoint_files(path: Path) -> list[Path]:
     """The files that a checkpoint consists of: itself, and the shards that it names."""
-    if not path.name.endswith(".index.json"):
+    if not path.name.endswith(INDEX_SUFFIX):
         return [path]
     return [path, *(path.parent / shard for shard in sorted(set(weight_map(path).values())))]
 
@@ -97,8 +84,8 @@ def json_content(path: Path, named: str = "") -> Any:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Tensor name to shard, a file of the same kind as the index. Every shard's path is checked: nothing
-    outside the index's own folder is ever opened.
+    """Tensor name to shard. Every shard's path is checked: nothing outside the index's own folder is ever
+    opened.
     """
     content = json_content(index, "the index ")
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -106,19 +93,20 @@ def weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(
             f'the index {index} has no weight_map, such as {{"tensor": "file.safetensors"}}'
         )
-    suffix = ".bin" if index.name.endswith(".bin.index.json") else ".safetensors"
     for name, shard in weight_map.items():
-        if not _stays_inside(shard, suffix):
+        if not _stays_inside(shard):
             raise CheckpointError(
                 f"the index {index} sends {name!r} to {shard!r}; no file was opened",
-                hint=f"a shard is a {suffix} file below the index's own folder; copy the checkpoint again",
+                hint="a shard is a .safetensors file below the index's own folder; copy the checkpoint again",
             )
     return weight_map
 
 
-def _stays_inside(shard: object, suffix: str) -> bool:
+def _stays_inside(shard: object) -> bool:
     # By its letters and not by where links lead: a download cache links every shard to a folder of its own.
-    if not isinstance(shard, str) or not shard.endswith(suffix) or re.search(r"[\\\0]|^/|^[A-Za-z]:", shard):
+    if not isinstance(shard, str) or not shard.endswith(".safetensors"):
+        return False
+    if re.search(r"[\\\0]|^/|^[A-Za-z]:", shard):
         return False
     return ".." not in shard.split("/") and not posixpath.normpath(shard).startswith("..")
 
@@ -127,7 +115,7 @@ def shards_of(path: Path) -> dict[Path, list[str] | None]:
     """The files of a checkpoint's tensors -> the names that are in each; None for all. Raises ConfigError for
     a shard that is not there.
     """
-    if not path.name.lower().endswith(".index.json"):
+    if not path.name.lower().endswith(INDEX_SUFFIX):
         return {path: None}
     found: dict[Path, list[str] | None] = {}
     for name, shard in weight_map(path).items():
@@ -150,20 +138,17 @@ class StateDict:
     notes: tuple[str, ...] = ()
 
 
-def read_checkpoint(path: Path, key: str | None = None) -> StateDict:
+def read_checkpoint(path: Path) -> StateDict:
     """What a checkpoint holds; nothing in the file is ever executed.
 
     `.safetensors`, `.safetensors.index.json` (sharded), and `.pt`, `.pth`, `.ckpt` as torch.save writes them.
-    `key` names the state dict inside a larger object, dotted where it lies deeper. Raises ConfigError for a
-    path that is no checkpoint, CheckpointError for a file that can't be read, or only by running it.
+    Raises ConfigError for a path that is no checkpoint, CheckpointError for a file that can't be read, or
+    only by running it.
     """
-    if checkpoint_kind(path, key) != "torch":
+    if checkpoint_kind(path) != "torch":
         shards = shards_of(path).items()
         return StateDict({name: each for file, names in shards for name, each in _tensors(file, names)})
-    content = read_torch(path)
-    chosen = _only_candidate(content) if key is None else None
-    notes = (f"took the weights {chosen!r} of {path.name}",) if chosen is not None else ()
-    return StateDict(state_dict_in(content, key if chosen is None else chosen, path), notes)
+    return state_dict_in(read_torch(path), path)
 
 
 def _tensors(path: Path, names: Iterable[str] | None) -> list[tuple[str, Tensor]]:
@@ -195,7 +180,7 @@ def read_torch(path: Path, device: str = "cpu") -> object:
             f"the checkpoint {path} is a pickle inside, and torch {torch.__version__} reads those unsafely",
             hint="install torch 2.10 or newer, or save a .safetensors file",
         )
-    require_plain_archive(path)
+    _require_plain_archive(path)
     try:
         # Warnings are about pickle protocols, which the error below explains better. A Namespace, which many
         # trainers put beside the weights, holds values and runs nothing.
@@ -215,7 +200,7 @@ def read_torch(path: Path, device: str = "cpu") -> object:
         raise _damaged(path, "torch.save archive", error) from error
 
 
-def require_plain_archive(path: Path) -> None:
+def _require_plain_archive(path: Path) -> None:
     """Refuses bare pickles and compressed archives, neither of which torch.save (since 1.6) writes."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -246,36 +231,20 @@ def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
 _CANDIDATES = ("state_dict", "model_state_dict")
 
 
-def _only_candidate(loaded: object) -> str | None:
-    """The one of the usual keys below which there is a state dict; None where there is none, or several."""
-    if _is_state_dict(loaded) or not isinstance(loaded, dict):
-        return None
-    found = [key for key in _CANDIDATES if _is_state_dict(loaded.get(key))]
-    return found[0] if len(found) == 1 else None
-
-
-def state_dict_in(loaded: object, key: str | None, path: Path) -> dict[str, Tensor]:
-    """The state dict in what was read of `path`, at `key`. Raises ConfigError and CheckpointError."""
-    found = loaded if key is None else _at(loaded, key)
-    if _is_state_dict(found):
-        return dict(found)  # type: ignore[call-overload, no-any-return]
-    keys = list(loaded) if isinstance(loaded, dict) else []
-    usable = [str(each) for each in keys if _is_state_dict(loaded[each])]  # type: ignore[index]
-    step = f"it holds {', '.join(map(repr, keys[:_SHOWN])) if keys else f'a {type(loaded).__name__}'}"
-    if usable:
-        step = f"set model.state_dict_key to the state dict that you mean: {first_of(usable, _SHOWN)}"
-    if key is not None and found is None:
-        raise ConfigError(f"the checkpoint {path} has no {key!r}", hint=step)
-    what = f"{key!r} in the checkpoint {path}" if key is not None else f"the checkpoint {path}"
-    raise CheckpointError(f"{what} is no state dict: tensors by name", hint=step)
-
-
-def _at(loaded: object, key: str) -> object:
-    """What lies at a key, or at a dotted path of keys; None where there is nothing."""
-    if not isinstance(loaded, dict) or key in loaded:
-        return loaded[key] if isinstance(loaded, dict) else None
-    first, dot, rest = key.partition(".")
-    return _at(loaded.get(first), rest) if dot else None
+def state_dict_in(loaded: object, path: Path) -> StateDict:
+    """The state dict in what was read of `path`: all of it, or what lies at the one of the usual keys below
+    which there is one. Raises CheckpointError.
+    """
+    if _is_state_dict(loaded):
+        return StateDict(dict(loaded))  # type: ignore[call-overload]
+    held = loaded if isinstance(loaded, dict) else {}
+    found = [key for key in _CANDIDATES if _is_state_dict(held.get(key))]
+    if len(found) == 1:
+        return StateDict(dict(held[found[0]]), (f"took the weights {found[0]!r} of {path.name}",))
+    what = ", ".join(map(repr, list(held)[:_SHOWN])) or f"a {type(loaded).__name__}"
+    raise CheckpointError(
+        f"the checkpoint {path} is no state dict, tensors by name, but holds {what}", hint=_SAVE_SAFELY
+    )
 
 
 def _is_state_dict(value: object) -> bool:

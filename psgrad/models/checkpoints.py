@@ -20,54 +20,33 @@ _DEEPEST = 4  # wrappers around one another
 
 
 def load_into(
-    model: nn.Module,
-    state_dict: Mapping[str, Tensor],
-    source: str,
-    *,
-    prefix: str | None = None,
-    as_saved: bool = False,
+    model: nn.Module, state_dict: Mapping[str, Tensor], source: str, *, as_saved: bool = False
 ) -> str | None:
     """Copies `state_dict` into the model's parameters and buffers; `source` is its name in messages. A
     parameter without memory becomes the tensor itself, which stays where it is.
 
-    With a `prefix` only names that begin with it are taken, without it. Else the match must be exact, but for
-    two things: of the names of a tied tensor one is enough, and a wrapper's prefix is stripped where that,
-    and only that, makes the match exact for the names that have it. `as_saved`: a parameter takes the
-    checkpoint's type where that is wider, so that nothing is rounded. The returned note says what was
-    stripped or left out. Raises CheckpointError.
+    The match must be exact, but for two things: of the names of a tied tensor one is enough, and a wrapper's
+    prefix is stripped where that, and only that, makes the match exact for the names that have it.
+    `as_saved`: a parameter takes the checkpoint's type where that is wider, so that nothing is rounded. The
+    returned note says what was stripped or left out. Raises CheckpointError.
     """
-    tensors, note = _chosen(model, state_dict, source, prefix)
-    fit = _fit(model, tensors)
+    fit, note = _fit(model, state_dict), None
+    for prefix in [] if fit.exact else _wrappings(state_dict):
+        below = _below(state_dict, prefix)
+        if _fit(model, below).exact:
+            rest = [name for name in state_dict if not name.startswith(prefix)]
+            note = f"stripped the prefix {prefix!r} from the {len(below)} names of {source}"
+            note += f"; left out {len(rest)} others: {first_of(rest, _SHOWN)}" if rest else ""
+            state_dict, fit = below, _fit(model, below)
+            break
     if not fit.exact:
         raise CheckpointError(
             f"the checkpoint {source} does not fit the model: {fit.describe()}", hint=fit.hint()
         )
     if as_saved:
-        _widen(model, tensors)
-    _copy(model, tensors, source)
+        _widen(model, state_dict)
+    _copy(model, state_dict, source)
     return note
-
-
-def _chosen(
-    model: nn.Module, state_dict: Mapping[str, Tensor], source: str, prefix: str | None
-) -> tuple[Mapping[str, Tensor], str | None]:
-    """(the part of a state dict that is the model's, what was left out): the part below `prefix`, or below
-    the wrappers' prefix without which the match is exact, or all of it.
-    """
-    if prefix is None:
-        wrappers = [] if _fit(model, state_dict).exact else _wrappings(state_dict)
-        prefix = next((each for each in wrappers if _fit(model, _below(state_dict, each)).exact), None)
-    if not prefix:
-        return state_dict, None
-    chosen = _below(state_dict, prefix)
-    if not chosen:
-        raise CheckpointError(
-            f"no name in the checkpoint {source} begins with {prefix!r} (model.state_dict_prefix);"
-            f" it has {first_of(list(state_dict), _SHOWN)}",
-        )
-    rest = [name for name in state_dict if not name.startswith(prefix)]
-    note = f"stripped the prefix {prefix!r} from the {len(chosen)} names of {source}"
-    return chosen, note + (f"; left out {len(rest)} others: {first_of(rest, _SHOWN)}" if rest else "")
 
 
 def _below(state_dict: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -115,7 +94,7 @@ class _Fit:
             return "the checkpoint belongs to another model, or its names carry another prefix"
         if self.missing or self.mismatched:
             return "the factory's kwargs differ from those that the model was trained with"
-        return "save the model's own state dict, or name its model.state_dict_prefix"
+        return "save the model's own state dict alone"
 
 
 def _group(name: str, lines: list[str]) -> list[str]:

@@ -21,7 +21,7 @@ from psgrad.models.quantised import require_frozen, require_whole
 from psgrad.run.identity import files_sha256
 from psgrad.run.results.manifest import ModelOrigin
 from psgrad.user_code import call_factory, module_of
-from psgrad.wording import first_line, first_of
+from psgrad.wording import first_of
 
 if TYPE_CHECKING:
     from psgrad.models.pretrained import Pretrained
@@ -53,7 +53,6 @@ def load_model(
     trainable: Sequence[str] | None = None,
     trainable_key: str = "privacy.trainable",
     *,
-    allow_download: bool = False,
     in_files: bool = False,
 ) -> LoadedModel:
     """Builds the model, loads the checkpoint and sets the mode; paths are relative to `base`.
@@ -67,12 +66,7 @@ def load_model(
     """
     config = at_checkpoint(config, base)
     if config.pretrained is not None:
-        files = in_files and config.checkpoint is None
-        made = _from_pretrained(
-            config, base, narrow=trainable is None, allow_download=allow_download, in_files=files
-        )
-    elif config.timm is not None:
-        made = load_timm(config)
+        made = _from_pretrained(config, base, trainable is None, in_files and config.checkpoint is None)
     else:
         made = (_in_files(config, base) if in_files else None) or _of_factory(_built(config, base), config)
     if config.checkpoint is not None and (config.pretrained is not None or made.sha256 is None):
@@ -83,7 +77,7 @@ def load_model(
     if trainable is not None:
         choose_trainable(made.model, trainable, trainable_key)
     require_frozen(made.model, config, trainable is not None)
-    _require_usable_parameters(made.model, config.factory or config.pretrained or str(config.timm))
+    _require_usable_parameters(made.model, str(config.factory or config.pretrained))
     made.model.train(config.mode == "train")
     _require_independent_samples(made.model)
     return made
@@ -101,13 +95,12 @@ def at_checkpoint(config: ModelConfig, base: Path) -> ModelConfig:
     if key is None:
         return config
     if config.pretrained is None:
-        made_by = "timm" if config.factory is None else "factory"
         raise ConfigError(
             f"the checkpoint {folder} is a folder of Hugging Face, and there is no model.pretrained",
-            hint=f"set model.{key}: {config.checkpoint}, and model.task, in place of model.{made_by}",
+            hint=f"set model.{key}: {config.checkpoint}, and model.task, in place of model.factory",
         )
     name = str(config.checkpoint)
-    there = {"adapter": name} if key == "adapter" else {"pretrained": name, "revision": None}
+    there = {"adapter": name} if key == "adapter" else {"pretrained": name}
     return config.model_copy(update={"checkpoint": None, **there})
 
 
@@ -137,46 +130,39 @@ def _filled(
     made: LoadedModel, config: ModelConfig, path: Path, found: StateDict | None = None
 ) -> LoadedModel:
     """The model with the weights of a checkpoint. found: what was read of it."""
-    found = read_checkpoint(path, config.state_dict_key) if found is None else found
+    found = read_checkpoint(path) if found is None else found
     note = load_into(
         made.model,
         found.tensors,
         str(config.checkpoint),
-        prefix=config.state_dict_prefix,
         as_saved=config.pretrained is not None,
     )
     notes = [*made.notes, *found.notes, *([note] if note else [])]
     return replace(made, notes=notes, sha256=checkpoint_hash(path))
 
 
-def _from_pretrained(
-    config: ModelConfig, base: Path, *, narrow: bool, allow_download: bool, in_files: bool
-) -> LoadedModel:
-    """A pretrained model with its adapters. `narrow`: of a model with adapters nothing else is trained."""
-    narrow = narrow and config.adapter is not None
-    from psgrad.models.adapters import Adapted, with_adapter
+def _from_pretrained(config: ModelConfig, base: Path, narrow: bool, in_files: bool) -> LoadedModel:
+    """A pretrained model with its adapter. `narrow`: of a model with an adapter nothing else is trained."""
+    from psgrad.models.adapters import with_adapter
     from psgrad.models.pretrained import load_pretrained, pick_for
 
-    found = load_pretrained(config, base, narrow=narrow, allow_download=allow_download, in_files=in_files)
-    adapted = Adapted(found.model)
+    found = load_pretrained(config, base, narrow=narrow and config.adapter is not None, in_files=in_files)
+    model, notes, names, files = found.model, found.notes, [], checkpoint_files(found.weights)
     if config.adapter is not None:
-        adapted = with_adapter(found, config, base, allow_download=allow_download)
-    origin = ModelOrigin(
-        config.pretrained,
-        str(found.location.folder),
-        found.location.commit,
-        config.task,
-        adapted.names,
-        config.dtype,
-    )
+        adapted = with_adapter(found, config, base)
+        model, notes, names = adapted.model, [*notes, *adapted.notes], [adapted.name]
+        files = [*files, adapted.weights]
+    location = found.location
     return LoadedModel(
-        adapted.model,
-        [*found.notes, *adapted.notes],
+        model,
+        notes,
         found.modules_imported,
-        files_sha256([*checkpoint_files(found.weights), *adapted.weights]),
+        files_sha256(files),
         pick_for(found.pretrained.task, found.pretrained.config),
         found.pretrained,
-        origin,
+        ModelOrigin(
+            config.pretrained, str(location.folder), location.commit, config.task, names, config.dtype
+        ),
     )
 
 
@@ -248,35 +234,6 @@ def _require_independent_samples(model: nn.Module) -> None:
         " the whole batch",
         hint="build it with track_running_stats=True, or replace it by nn.GroupNorm and train again",
     )
-
-
-def load_timm(config: ModelConfig) -> LoadedModel:
-    """The model that `config.timm` names, with random weights. Raises ConfigError and ModelError."""
-    assert config.timm is not None
-    if config.kwargs.get("pretrained"):
-        raise ConfigError(
-            "model.kwargs: pretrained would download weights, whatever they are today",
-            hint="save them once with safetensors, and name the file in model.checkpoint",
-        )
-    from psgrad.models.hub import library
-
-    timm: Any = library("timm", extra="vision")
-    if not timm.is_model(config.timm):
-        raise ConfigError(
-            f"timm has no model {config.timm!r}{did_you_mean(config.timm, timm.list_models())}; expected a"
-            " name that timm.list_models() gives",
-        )
-    try:
-        model = timm.create_model(config.timm, pretrained=False, **config.kwargs)
-    except Exception as error:
-        raise ModelError(
-            f"timm can't build {config.timm}: {type(error).__name__}: {first_line(error)}",
-            hint=f"model.kwargs: {', '.join(config.kwargs)}" if config.kwargs else None,
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"timm built an object of type {type(model).__name__}; expected a module")
-    origin = ModelOrigin(timm=config.timm, version=str(timm.__version__))
-    return LoadedModel(model, [], [type(model).__module__], None, origin=origin)
 
 
 _SHOWN = 8

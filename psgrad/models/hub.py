@@ -12,28 +12,22 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from psgrad.errors import ConfigError, ModelError
-from psgrad.wording import first_line, first_of
 
-FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""What is downloaded of a hub repository: no pickles, and no code."""
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # no pickles, and no code
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A folder of this machine. commit: of the snapshot of a hub id; None for a folder that a config names.
-    downloaded: a sentence about what was fetched for it, None where nothing was.
-    """
+    """A folder of this machine. commit: of the snapshot of a hub id; None for a folder of a config."""
 
     folder: Path
     commit: str | None = None
-    downloaded: str | None = None
 
 
 QUANTISED = ("bitsandbytes", "accelerate")
@@ -75,28 +69,14 @@ def is_hub_id(name: str) -> bool:
     return bool(_ID.fullmatch(name)) and not name.startswith(".")
 
 
-def located(
-    name: str,
-    base: Path,
-    *,
-    key: str,
-    holds: Sequence[str],
-    revision: str | None = None,
-    allow_download: bool = False,
-) -> LocalFolder:
+def located(name: str, base: Path, *, key: str, holds: Sequence[str]) -> LocalFolder:
     """The folder that `name` names: one relative to `base`, or a hub id's snapshot in the local cache.
 
     `key` is the config's name for it; `holds` are patterns of files of which a snapshot has at least one, or
-    it was cached in part. With `allow_download` an id that is not in the cache is downloaded into
-    it; else the network is not used. Raises ConfigError.
+    it was cached in part. The network is not used. Raises ConfigError.
     """
     folder = base / name
     if folder.is_dir():
-        if revision is not None:
-            raise ConfigError(
-                f"{key} is the folder {folder}, and revision {revision!r} belongs to a hub id",
-                hint="leave revision out",
-            )
         return LocalFolder(folder)
     if folder.exists():
         raise ConfigError(f"{key}: {folder} is a file", hint="name the folder that the file lies in")
@@ -106,44 +86,20 @@ def located(
             hint="check the path; it is relative to the config file's folder",
         )
     hub = library("huggingface_hub")
-    cached = _cached(hub, name, revision)
+    cached = _cached(hub, name)
     if cached is not None and any(next(cached.glob(pattern), None) for pattern in holds):
         return LocalFolder(cached, cached.name)
-    if allow_download:
-        return _downloaded(hub, name, revision, key)
-    at = f" at revision {revision!r}" if revision else ""
     raise ConfigError(
-        f"{key}: there is no folder {folder}, and the hub id {name!r}{at} is not in the local cache"
+        f"{key}: there is no folder {folder}, and the hub id {name!r} is not in the local cache"
         f" {hub.constants.HF_HUB_CACHE}",
-        hint=(
-            f"set allow_download: true to fetch its files {', '.join(FILES)} from {hub.constants.ENDPOINT};"
-            f" `hf download {name} --dry-run` lists them with their sizes"
-        ),
+        hint=f"`hf download {name}` fetches it",
     )
 
 
-def _downloaded(hub: ModuleType, name: str, revision: str | None, key: str) -> LocalFolder:
-    """The snapshot of a hub id, its files fetched into the cache. Raises ConfigError."""
-    fetch = partial(hub.snapshot_download, name, revision=revision, allow_patterns=list(FILES))
-    try:
-        fetched = [file for file in fetch(dry_run=True) if file.will_download]
-        folder = Path(fetch())
-    except Exception as error:  # of the network, the hub and its permissions there are two dozen
-        raise ConfigError(
-            f"{key}: the hub id {name!r} can't be downloaded: {first_line(error)}",
-            hint=f"run `hf download {name}` to see more; `hf auth login` for gated ones",
-        ) from error
-    size = sum(file.file_size for file in fetched)
-    listed = first_of([f"{file.filename} ({file.file_size:,} bytes)" for file in fetched], 10)
-    words = f"downloaded {len(fetched)} files of {name}, {size:,} bytes: {listed}"
-    return LocalFolder(folder, folder.name, words)
-
-
-def _cached(hub: ModuleType, name: str, revision: str | None) -> Path | None:
+def _cached(hub: ModuleType, name: str) -> Path | None:
     """The snapshot in the local cache, whole or in part; None where there is none."""
-    options = {"revision": revision, "local_files_only": True, "allow_patterns": list(FILES)}
     try:
-        return Path(hub.snapshot_download(name, **options))
+        return Path(hub.snapshot_download(name, local_files_only=True, allow_patterns=_FILES))
     except hub.errors.IncompleteSnapshotError as error:
         return Path(error.snapshot_path)
     except (OSError, ValueError):  # LocalEntryNotFoundError is an OSError

@@ -12,26 +12,13 @@ from typing import Any
 
 from psgrad.config.model import ModelConfig
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.models.checkpoint_files import (
-    checkpoint_files,
-    json_content,
-    read_torch,
-    require_plain_archive,
-    shards_of,
-    state_dict_in,
-    tensor_kinds,
-)
+from psgrad.models.checkpoint_files import checkpoint_files, json_content, tensor_kinds
 from psgrad.models.hub import LocalFolder, is_hub_id
 from psgrad.run.identity import files_sha256
 
-NAMES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+NAMES = ("model.safetensors", "model.safetensors.index.json")
 SETTINGS = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHTS = ("adapter_model.safetensors",)
 _SHOWN = 8
 # Tensors that belong to weights of fewer bits, as bitsandbytes names them.
 _OF_BITS = ("absmax", "quant_map", "SCB")
@@ -107,13 +94,9 @@ def weights_file(folder: Path, names: tuple[str, ...] = NAMES, what: str = "fold
         raise CheckpointError(
             f"the {what} {folder} has no weights ({', '.join(names)}), but"
             f" {', '.join(others[:_SHOWN]) or 'no files'}",
-            hint="copy or download it again, to its end",
+            hint="copy it again, to its end; save_pretrained writes .safetensors, where it has .bin files",
         )
-    if ".bin" not in found.name:
-        tensor_kinds(found)
-    else:
-        for file in shards_of(found):
-            require_plain_archive(file)
+    tensor_kinds(found)
     return found
 
 
@@ -127,15 +110,9 @@ def precision_of_weights(path: Path) -> str:
     copy.
     """
     counts: Counter[str] = Counter()
-    if ".bin" in path.name:
-        for file in shards_of(path):
-            for value in state_dict_in(read_torch(file, "meta"), None, file).values():
-                if value.is_floating_point():
-                    counts[str(value.dtype).removeprefix("torch.")] += value.numel()
-    else:
-        for name, (dtype, shape) in tensor_kinds(path).items():
-            if dtype in _FLOATS and not name.endswith(_OF_BITS):
-                counts[_FLOATS[dtype]] += math.prod(shape)
+    for name, (dtype, shape) in tensor_kinds(path).items():
+        if dtype in _FLOATS and not name.endswith(_OF_BITS):
+            counts[_FLOATS[dtype]] += math.prod(shape)
     return counts.most_common(1)[0][0] if counts else "float32"
 
 

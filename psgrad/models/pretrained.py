@@ -26,7 +26,7 @@ from psgrad.models.model_folders import (
     saved_as,
     weights_file,
 )
-from psgrad.models.quantised import quantisation, store_weights
+from psgrad.models.quantised import in_fewer_bits, store_weights
 from psgrad.wording import did_you_mean, first_line, first_of
 
 AUTO_CLASSES: Mapping[Task, str] = {
@@ -51,14 +51,12 @@ class Pretrained:
         task: what the model does.
         config: transformers' config object of the model (id2label, pad_token_id, problem_type, ...).
         precision: the floating-point type of most numbers of its files, such as bfloat16.
-        allow_download: whether hub ids that are not in the local cache may be downloaded.
     """
 
     folder: Path
     task: Task
     config: Any
     precision: str = "float32"
-    allow_download: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,12 +75,7 @@ class PretrainedModel:
 
 
 def load_pretrained(
-    config: ModelConfig,
-    base: Path,
-    *,
-    narrow: bool = False,
-    allow_download: bool = False,
-    in_files: bool = False,
+    config: ModelConfig, base: Path, *, narrow: bool = False, in_files: bool = False
 ) -> PretrainedModel:
     """The model that `config.pretrained` names, on the CPU, in the type that its weights have on the disk.
 
@@ -92,34 +85,24 @@ def load_pretrained(
     """
     assert config.pretrained is not None
     assert config.task is not None
-    location = located(
-        config.pretrained,
-        base,
-        key="model.pretrained",
-        holds=("*.safetensors", "*.bin"),
-        revision=config.revision,
-        allow_download=allow_download,
-    )
+    location = located(config.pretrained, base, key="model.pretrained", holds=("*.safetensors",))
     settings = read_settings(location.folder, config)
     weights = weights_file(location.folder)
     kind = _class_for(config.task, settings)
     precision = precision_of_weights(weights)
     dtype = getattr(torch, config.dtype if narrow and config.dtype != "as-saved" else precision)
     with quiet(), torch.random.fork_rng(devices=[]):
-        fewer_bits = quantisation(config, kind, settings)
+        fewer_bits = in_fewer_bits(settings)
         files = in_files and not fewer_bits
         read = _read_in_files(kind, weights, settings, config, dtype) if files else None
-        model, report = read or _read(kind, location.folder, settings, config, dtype, fewer_bits)
+        model, report = read or _read(kind, location.folder, settings, config, dtype)
     notes = _checked(report, config, location.folder)
     if fewer_bits:
         notes.append(store_weights(model))
     require_head(config, location.folder)
-    notes += [location.downloaded] if location.downloaded else []
-    if config.trust_remote_code:
-        notes.append(f"trust_remote_code is on: Python code in {config.pretrained} was allowed to run")
     for part in {id(each): each for each in _settings_of(model)}.values():
         part.use_cache = False  # keys and values that no loss reads
-    pretrained = Pretrained(location.folder, config.task, model.config, precision, allow_download)
+    pretrained = Pretrained(location.folder, config.task, model.config, precision)
     return PretrainedModel(model, pretrained, location, weights, notes, [f"{type(model).__module__}"])
 
 
@@ -131,11 +114,9 @@ def read_settings(folder: Path, config: ModelConfig) -> Any:
     transformers = library("transformers")
     try:
         with quiet():
-            settings = transformers.AutoConfig.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=config.trust_remote_code
-            )
+            settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise _unreadable(folder, error, config.trust_remote_code) from error
+        raise _unreadable(folder, error) from error
     for name, value in config.kwargs.items():
         if not hasattr(settings, name):
             meant = did_you_mean(name, list(settings.to_dict()))
@@ -147,11 +128,11 @@ def read_settings(folder: Path, config: ModelConfig) -> Any:
     return settings
 
 
-def _unreadable(folder: Path, error: Exception, trusted: bool) -> PsgradError:
-    if "trust_remote_code" in str(error) and not trusted:
+def _unreadable(folder: Path, error: Exception) -> PsgradError:
+    if "trust_remote_code" in str(error):
         return ConfigError(
             f"model.pretrained: {folder} brings Python code of its own, and it was not run",
-            hint="read the code; then set model.trust_remote_code: true to run it",
+            hint="read the code, and load the model in a factory of your own",
         )
     return ModelError(
         f"transformers can't read the config of {folder}: {first_line(error)}",
@@ -191,7 +172,7 @@ def _tasks_of(settings: Any, tasks: Iterable[Any]) -> list[Task]:
     found: list[Task] = []
     for task in tasks:
         kind = getattr(transformers, AUTO_CLASSES[task])
-        if type(settings) in kind._model_mapping or kind.__name__ in getattr(settings, "auto_map", {}):
+        if type(settings) in kind._model_mapping:
             found.append(task)
     return found
 
@@ -202,7 +183,7 @@ def _read_in_files(
     """What `_read` returns, with parameters in the files of `weights`; None where transformers has to rename
     or change tensors on their way into the model, or would say more of them.
     """
-    if config.trust_remote_code or config.attention != "auto" or config.mode == "train":
+    if config.mode == "train":
         return None
     tensors = tensors_in_files(weights)
     model = None
@@ -211,7 +192,7 @@ def _read_in_files(
     if tensors is None or model is None:
         return None
     try:
-        load_into(model, tensors, str(weights), prefix="")
+        load_into(model, tensors, str(weights))
     except PsgradError:
         return None
     if any(each.is_meta for each in model.parameters()):
@@ -225,33 +206,15 @@ def _read_in_files(
 
 
 def _read(
-    kind: Any,
-    folder: Path,
-    settings: Any,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    more: Mapping[str, Any],
+    kind: Any, folder: Path, settings: Any, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Any, Mapping[str, Any]]:
-    """(the model, transformers' report about its keys). `auto` is sdpa where the model has it, as
-    transformers chooses. more: arguments of from_pretrained.
-    """
+    """(the model, transformers' report about its keys)."""
+    where = {"device_map": {"": "cpu"}} if in_fewer_bits(settings) else {}
     try:
         return kind.from_pretrained(  # type: ignore[no-any-return]
-            folder,
-            config=settings,
-            dtype=dtype,
-            attn_implementation=None if config.attention == "auto" else config.attention,
-            local_files_only=True,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-            **more,
+            folder, config=settings, dtype=dtype, local_files_only=True, output_loading_info=True, **where
         )
     except Exception as error:
-        if "attention" in str(error).lower() and isinstance(error, ValueError | ImportError):
-            raise ConfigError(
-                f"model.attention is {config.attention}, and {first_line(error)}",
-                hint="leave it out, or set model.attention: eager",
-            ) from error
         if "size mismatch" in str(error) or "mismatched" in str(error):
             raise _misfit(folder, error, config) from error
         raise ModelError(

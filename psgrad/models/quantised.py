@@ -8,7 +8,6 @@ layers of 4 and of 8 bits multiply by the weight that the bits stand for, whatev
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -26,45 +25,17 @@ from psgrad.models.hub import QUANTISED, library
 _METHODS = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
 
 
-def quantisation(config: ModelConfig, kind: Any, settings: Any) -> dict[str, Any]:
-    """Arguments of from_pretrained for a model of which bitsandbytes keeps, or is to keep, layers in fewer
-    bits; empty for others. 4 bits are QLoRA's: NormalFloat in blocks of 64, whose scales are quantised, too.
-
-    kind: the Auto class of the model. settings: the config of its folder. Raises ConfigError for a model that
-    is saved quantised and to be quantised, ModelError without the libraries.
+def in_fewer_bits(settings: Any) -> bool:
+    """Whether bitsandbytes keeps layers of a saved model in fewer bits. settings: the config of its folder.
+    Raises ModelError without the libraries.
     """
     saved = getattr(settings, "quantization_config", None) or {}
     saved = saved if isinstance(saved, dict) else saved.to_dict()
-    if saved and config.load is not None:
-        raise ConfigError(
-            f"model.load is {config.load}, and the weights of {config.pretrained} are saved quantised"
-            f" ({saved.get('quant_method')})",
-            hint="leave model.load out",
-        )
-    if config.load is None and saved.get("quant_method") not in _METHODS:
-        return {}
+    if saved.get("quant_method") not in _METHODS:
+        return False
     for name in QUANTISED:
         library(name, "quantised")
-    found: dict[str, Any] = {"device_map": {"": "cpu"}}
-    if config.load is not None:
-        options: dict[str, Any] = {"load_in_8bit": True}
-        if config.load == "4bit":
-            options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        whole = _head(kind, settings, config.trust_remote_code)
-        found["quantization_config"] = library("transformers").BitsAndBytesConfig(
-            **options, llm_int8_skip_modules=whole or None
-        )
-    return found
-
-
-def _head(kind: Any, settings: Any, trusted: bool) -> list[str]:
-    """The names of the modules outside of a model's base, which keep all their bits; none for a model that is
-    its own base, of which transformers chooses them. It would quantise the heads of most tasks.
-    """
-    with torch.device("meta"):
-        model = kind.from_config(copy.deepcopy(settings), **({"trust_remote_code": True} if trusted else {}))
-    base = {id(each) for each in model.base_model.modules()}
-    return [name for name, each in model.named_modules() if name and id(each) not in base]
+    return True
 
 
 def store_weights(model: nn.Module) -> str:
@@ -117,7 +88,7 @@ def require_frozen(model: nn.Module, config: ModelConfig, chosen: bool) -> None:
         raise ConfigError(
             f"{len(bits):,} weights of {config.pretrained} are kept in fewer bits and can't be trained, and"
             " there is no adapter",
-            hint="set model.adapter, such as {create: lora}; or name what is trained",
+            hint="set model.adapter, or name what is trained",
         )
 
 

@@ -93,7 +93,7 @@ class BatchGradients:
             raise DataError(f"the batch has {rows} rows, and sources of {len(sources)} were given")
         of_source = [[source == name for source in sources or []] for name in names]
         weights = torch.tensor(of_source, dtype=torch.float32).reshape(len(names), rows)
-        with _evaluating(self.model), random_state.restored(), torch.no_grad():
+        with _evaluating(self.model), random_state.torch_restored(), torch.no_grad():
             params = {name: x.detach() for name, x in self.model.named_parameters() if x.requires_grad}
             if not params:
                 raise ModelError("the model has no parameter that requires a gradient")
@@ -152,7 +152,8 @@ class BatchGradients:
             buffers: Tensors,
         ) -> Tensors:  # fmt: skip
             in_dims = (None, *[0] * len(inputs))
-            gradients = per_sample_gradients(loss_of_row, params, buffers, *inputs, in_dims=in_dims)
+            with random_state.restored():  # here, as a program runs none of the model's Python
+                gradients = per_sample_gradients(loss_of_row, params, buffers, *inputs, in_dims=in_dims)
             whole = gradients.weighted_sum(torch.ones_like(gradients.losses))
             squares, along = gradients.square_norms(per="module"), gradients.dot(whole)
             sums = [_square(gradients.weighted_sum(weight)) for weight in weights.to(along.dtype)]
@@ -209,8 +210,7 @@ def _modules(params: Tensors) -> list[str]:
 
 
 def _square(vector: Tensors) -> torch.Tensor:
-    total: torch.Tensor = torch.stack([x.double().square().sum() for x in vector.values()]).sum()
-    return total
+    return torch.cat([x.reshape(-1) for x in vector.values()]).double().square().sum()
 
 
 def _joined(

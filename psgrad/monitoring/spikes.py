@@ -44,10 +44,10 @@ class SpikeDetector:
 
     After a spike the losses of the next batches may be high because the weights are bad: no row of these is
     named for its loss or gradient, until they are as before.
-
     """
 
-    _window: deque[dict[str, np.ndarray]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _known: dict[str, np.ndarray] = field(default_factory=dict)  # name -> of all rows of its batches
+    _sizes: dict[str, deque[int]] = field(default_factory=dict)  # name -> the rows of each batch
     _to_recover: int = 0  # batches
 
     def named_in(
@@ -69,7 +69,7 @@ class SpikeDetector:
         kept = np.array([place not in reasons for place in range(len(losses))])
         if kept.any():
             values = {"loss": losses, "gradient norm": norms, **properties}
-            self._window.append({name: x[kept] for name, x in values.items()})
+            self._add({name: x[kept] for name, x in values.items()})
         return [NamedRow(place, reasons[place]) for place in sorted(reasons)]
 
     @property
@@ -78,12 +78,18 @@ class SpikeDetector:
         return self._to_recover > 0
 
     def _is_known(self) -> bool:
-        rows = sum(len(batch["loss"]) for batch in self._window)
-        return len(self._window) >= FEWEST_BATCHES and rows >= FEWEST_ROWS
+        sizes = self._sizes.get("loss", ())
+        return len(sizes) >= FEWEST_BATCHES and sum(sizes) >= FEWEST_ROWS
 
     def _reference(self, name: str) -> np.ndarray:
-        known = [batch[name] for batch in self._window if name in batch]
-        return np.concatenate(known) if known else np.zeros(0)
+        return self._known.get(name, np.zeros(0))
+
+    def _add(self, values: Mapping[str, np.ndarray]) -> None:
+        for name, own in values.items():
+            sizes = self._sizes.setdefault(name, deque())
+            first = sizes.popleft() if len(sizes) == WINDOW else 0
+            self._known[name] = np.concatenate([self._reference(name)[first:], own])
+            sizes.append(len(own))
 
     def _ranks(self, losses: np.ndarray) -> tuple[np.ndarray, float]:
         """The ranks of the losses among those of the reference, from 0 to 1, and the statistic of their mean,

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from psgrad.quality.references import Reference
-from psgrad.run.results.manifest import GroupFacts, Separability
+from psgrad.run.results.manifest import GroupFacts
 
 Array = npt.NDArray[Any]
 
@@ -163,29 +163,6 @@ def resolution_words(smallest: int | None, trusted: int | None, tested: int, fdr
         f" and never fewer; to tell a single one it takes about {math.ceil(tested / fdr):,} trusted"
         f" samples{' in its group' if groups > 1 else ''}"
     )
-
-
-def separability(p: Array, reference: int, flagged: int, smallest: int | None) -> Separability:
-    """Whether more samples are unusual than can be flagged.
-
-    `p` [m]: of sound samples a tenth have p <= 0.1. `surplus` is how many more there are; if that is beyond
-    chance (3 standard deviations, of the samples and of the reference) and more than twice the number of
-    flagged ones, outliers and sound samples overlap, or there are fewer outliers than `smallest`, the least
-    that the reference can decide.
-    """
-    if not len(p):
-        return Separability(0, low=False)
-    surplus = float((p <= 0.1).sum()) - 0.1 * len(p)
-    chance = math.sqrt(0.09 * len(p) * (1 + len(p) / max(reference, 1)))
-    low = bool(surplus > 3 * chance and surplus > 2 * flagged)
-    why = "outliers and sound samples overlap by this score"
-    if smallest is None or surplus < smallest:
-        why += ", or the reference is too small to tell so few"
-    words = (
-        f"low separability: about {surplus:,.0f} samples more than among trusted ones have a suspect score,"
-        f" and {flagged:,} can be told apart; {why}"
-    )
-    return Separability(surplus, low, words if low else None)
 
 
 def caveats_of(reference: Reference | None, p: Array, in_both: int, joined: set[str]) -> list[str]:

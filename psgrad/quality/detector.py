@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from psgrad.config import AnalyzeConfig
-from psgrad.errors import ConfigError, one_line
+from psgrad.errors import ConfigError
 from psgrad.plugins import DETECTORS, configured
 from psgrad.quality.references import Reference
 
@@ -31,11 +31,6 @@ class Detector(ABC):
     title: ClassVar[str]
     unit: ClassVar[str]
     source: ClassVar[str]
-
-    @property
-    @abstractmethod
-    def by_direction(self) -> bool:
-        """Whether only the direction of a row matters, not its length."""
 
     @abstractmethod
     def scores(self, rows: FloatArray, reference: FloatArray | None, seed: int) -> FloatArray:
@@ -64,62 +59,32 @@ def detect(detector: Detector, rows: FloatArray, reference: FloatArray | None, s
 
     Raises ConfigError for a reference of another width or without finite rows.
     """
-    rows = np.asarray(rows)
-    usable = _usable(rows, detector)
     if reference is not None:
-        reference = np.asarray(reference)
         if reference.shape[1:] != rows.shape[1:]:
             raise ConfigError(
                 f"the detector {detector.name}: the trusted samples have projected gradients [n,"
                 f" {reference.shape[1]}], those in question [n, {rows.shape[1]}]; expected the same"
                 " projection (dimension, kind and seed) of the same parameters",
-                hint=(
-                    "a reference of a run with other options of projected_gradients, or of another"
-                    " model; run the reference again with the options of this run"
-                ),
+                hint="run the reference again with this run's model and options of projected_gradients",
             )
-        reference = _prepared(reference[_usable(reference, detector)], detector)
+        reference = reference[np.isfinite(reference).all(1)]
         if not len(reference):
             raise ConfigError(
                 f"the detector {detector.name}: no row of the reference has a projected gradient that it"
-                " can be fitted to; expected trusted samples whose gradients are finite and not zero",
+                " can be fitted to; expected trusted samples whose gradients are finite",
             )
-    scores = np.full(len(rows), np.nan)
+    usable, scores = np.isfinite(rows).all(1), np.full(len(rows), np.nan)
     if usable.any():
-        scores[usable] = detector.scores(_prepared(rows[usable], detector), reference, seed)
+        scores[usable] = detector.scores(rows[usable], reference, seed)
     return scores
-
-
-def _usable(rows: FloatArray, detector: Detector) -> FloatArray:
-    """[n]: which rows are finite, and have a direction where one is needed."""
-    usable = np.isfinite(rows).all(1)
-    return np.asarray(usable & rows.any(1) if detector.by_direction else usable)
-
-
-def _prepared(rows: FloatArray, detector: Detector) -> FloatArray:
-    """The rows, of unit length where directions matter; by their maximum first, as squares may vanish."""
-    if not detector.by_direction or not len(rows):
-        return rows
-    scaled = rows / np.abs(rows).max(1, keepdims=True)
-    return np.asarray(scaled / np.linalg.norm(scaled, axis=1, keepdims=True))
-
-
-@dataclass(frozen=True)
-class DetectorScores:
-    """A detector's scores [n], larger is more unusual, and those of trusted samples that it was not fitted
-    to; None without a reference.
-    """
-
-    name: str
-    title: str
-    scores: FloatArray
-    reference: Reference | None
 
 
 def detector_scores(
     config: AnalyzeConfig, reference: Reference | None, rows: FloatArray | None, base: Path = Path()
-) -> list[DetectorScores]:
-    """The scores of each detector of the config, whose own files are relative to `base`.
+) -> tuple[dict[str, FloatArray], Reference | None]:
+    """(column -> [n], the scores of each detector of the config, larger is more unusual; the trusted samples
+    with their scores by the detector that decides, where one does). `base`: what files of detectors are
+    relative to.
 
     A detector is fitted to one half of the trusted samples, drawn at random, and the other half is what
     samples are compared with: scores of the samples that it was fitted to are not those of new ones. Without
@@ -127,42 +92,31 @@ def detector_scores(
 
     Raises ConfigError where there are no projected gradients of the samples, or of the reference.
     """
-    if not config.outliers.detectors:
-        return []
+    detectors = [detector_from(each.name, each.options, base) for each in config.outliers.detectors]
+    if not detectors:
+        return {}, reference
     if rows is None:
         raise ConfigError(
             "analyze.outliers.detectors: detectors look at projected gradients, and none are measured",
             hint="add projected_gradients to analyze.measures",
         )
-    if reference is not None and reference.rows is None:
+    names = [f"{each.name}_score" for each in config.outliers.detectors]
+    if reference is None:
+        found = [detect(each, rows, None, config.seed) for each in detectors]
+        return dict(zip(names, found, strict=True)), None
+    if reference.rows is None:
         raise ConfigError(
             f"analyze.outliers.detectors: the reference {reference.source} has no projected gradients",
-            hint=(
-                one_line(
-                    "a baseline keeps scores only"
-                    if reference.kind == "baseline"
-                    else "projected_gradients was not measured there",
-                    "use a run with the measure projected_gradients, or a dataset, as the reference",
-                )
-            ),
+            hint="use a run with the measure projected_gradients; a baseline has scores only",
         )
-    result = []
-    for each in config.outliers.detectors:
-        detector = detector_from(each.name, each.options, base)
-        if reference is None or reference.rows is None:
-            scores = detect(detector, rows, None, config.seed)
-            result.append(DetectorScores(each.name, detector.title, scores, None))
-            continue
-        shuffled = np.random.default_rng(config.seed).permutation(len(reference))
-        fitted, held = np.sort(shuffled[: len(shuffled) // 2]), np.sort(shuffled[len(shuffled) // 2 :])
-        both = np.concatenate([rows, reference.rows[held]])
-        scores = detect(detector, both, reference.rows[fitted], config.seed)
-        rest = replace(
-            reference,
-            scores=scores[len(rows) :],
-            labels=reference.labels[held],
-            fingerprints=reference.fingerprints[held],
-            rows=None,
-        )
-        result.append(DetectorScores(each.name, detector.title, scores[: len(rows)], rest))
-    return result
+    shuffled, half = np.random.default_rng(config.seed).permutation(len(reference)), len(reference) // 2
+    fitted, held = np.sort(shuffled[:half]), np.sort(shuffled[half:])
+    both = np.concatenate([rows, reference.rows[held]])
+    scores = {
+        name: detect(each, both, reference.rows[fitted], config.seed)
+        for name, each in zip(names, detectors, strict=True)
+    }
+    if (decides := scores.get(config.outliers.score)) is not None:
+        labels, prints = reference.labels[held], reference.fingerprints[held]
+        reference = replace(reference, scores=decides[len(rows) :], labels=labels, fingerprints=prints)
+    return {name: each[: len(rows)] for name, each in scores.items()}, reference

@@ -1,33 +1,22 @@
-"""The gate of a run: failed, passed, or not evaluable, which is not a pass; and its baseline: the findings
-of a run that are accepted, and its scores as a reference for later samples. Baselines only shrink, unless
-`grow` is set.
-
-The file of a baseline is JSON: {"tool": "psgrad", "kind": "baseline", "version": 1, "run": {...}, "findings":
-[{fingerprint, rule, id}], "reference": {...}}.
-"""
+"""The gate of a run: each rule failed, passed, or not evaluable, which is not a pass."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from psgrad.config import GateConfig
-from psgrad.config.values import require_regular
-from psgrad.errors import ConfigError, DataError
+from psgrad.config.analysis import OutlierConfig
+from psgrad.quality.conformal import resolution, resolution_words
 from psgrad.quality.findings import KNOWN, NEW
-from psgrad.quality.references import DIGITS, Reference, measured_as, reference_of, scored_by
-from psgrad.run.results import RULES, GateOutcome
+from psgrad.quality.references import ALL
+from psgrad.run.results import GateOutcome
 from psgrad.run.results.check import FINDINGS_OF_A_GATE
-from psgrad.run.results.findings import Baseline, BaselineChange, Known
-from psgrad.run.results.manifest import OutlierFacts, RunManifest
+from psgrad.run.results.manifest import OutlierCounts, OutlierFacts
 
 
 def share_of(fraction: float, count: int) -> Fraction:
@@ -50,284 +39,111 @@ def evaluate(
     how samples were judged; None if that is not known, and then no verdict was possible. Ignored findings
     don't count; with `new_only` those of the baseline don't either.
     """
-    run = _JudgedRun(gate, ordered, counts, facts or OutlierFacts(evaluable=False), samples)
-    outcomes = [] if gate.nonfinite == "ignore" else [run.nonfinite()]
+    outcomes = []
+    if gate.nonfinite != "ignore":
+        outcomes.append(_nonfinite(gate, _counted("nonfinite", gate, ordered, counts)))
+    limits: list[tuple[str, int, str]] = []
     if gate.max_outliers is not None:
-        outcomes.append(run.outliers("max_outliers", gate.max_outliers))
+        limits.append(("max_outliers", gate.max_outliers, ""))
     if gate.max_fraction is not None:
-        outcomes.append(run.outliers("max_fraction", math.floor(share_of(gate.max_fraction, samples))))
+        of_all = f" ({gate.max_fraction:g} of {samples:,} samples)"
+        limits.append(("max_fraction", math.floor(share_of(gate.max_fraction, samples)), of_all))
+    found, facts = _counted("outlier", gate, ordered, counts), facts or OutlierFacts(evaluable=False)
+    for rule, limit, of_all in limits:
+        words = f"{found.words('outlier')}, and {limit:,} may be{of_all}"
+        outcomes.append(_outliers(rule, limit, words, found, facts))
     return outcomes
 
 
 @dataclass(frozen=True)
-class _JudgedRun:
-    """What the rules of a gate are evaluated on; see `evaluate`."""
+class _Counted:
+    """The findings of one rule that a gate counts, and how many others there are. prints: of the first."""
 
-    gate: GateConfig
-    ordered: pd.DataFrame
-    counts: Mapping[str, Mapping[str, int]]
-    facts: OutlierFacts
-    samples: int
+    count: int
+    others: int
+    new_only: bool
+    prints: tuple[str, ...]
 
-    def nonfinite(self) -> GateOutcome:
-        count = self._count("nonfinite")
-        what = self._words(count, "sample", " with a loss or gradient that is not finite")
-        counted = self._fingerprints("nonfinite")
-        if count and self.gate.nonfinite == "error":
-            step = (
-                "look at these samples, at the learning rate and at the precision; gate.nonfinite: warning"
-                " lets them pass"
-            )
-            return GateOutcome(
-                "nonfinite", "failed", f"{what}, and none may be. Next step: {step}", count, 0, counted
-            )
-        return GateOutcome(
-            "nonfinite", "passed", what, count, 0 if self.gate.nonfinite == "error" else None, counted
+    def words(self, noun: str) -> str:
+        """1 outlier, 3 new outliers."""
+        return f"{self.count:,} {'new ' if self.new_only else ''}{noun}{'' if self.count == 1 else 's'}"
+
+
+def _counted(
+    rule: str, gate: GateConfig, ordered: pd.DataFrame, counts: Mapping[str, Mapping[str, int]]
+) -> _Counted:
+    states = (NEW,) if gate.new_only else (NEW, KNOWN)
+    chosen = ordered.loc[(ordered["rule"] == rule) & ordered["state"].isin(states), "fingerprint"]
+    count = sum(counts[rule][state] for state in states)
+    others = sum(counts[rule].values()) - count
+    return _Counted(count, others, gate.new_only, tuple(chosen.head(FINDINGS_OF_A_GATE)))
+
+
+def _nonfinite(gate: GateConfig, found: _Counted) -> GateOutcome:
+    words = f"{found.words('sample')} with a loss or gradient that is not finite"
+    if gate.nonfinite == "warning":
+        return GateOutcome("nonfinite", "passed", words, found.count, None, found.prints)
+    if not found.count:
+        return GateOutcome("nonfinite", "passed", words, found.count, 0, found.prints)
+    step = (
+        "look at these samples, at the learning rate and at the precision; gate.nonfinite: warning lets them"
+        " pass"
+    )
+    message = f"{words}, and none may be. Next step: {step}"
+    return GateOutcome("nonfinite", "failed", message, found.count, 0, found.prints)
+
+
+def _outliers(rule: str, limit: int, words: str, found: _Counted, facts: OutlierFacts) -> GateOutcome:
+    if found.count > limit:
+        step = "look at them; what is sound goes into the ignore list or the baseline, with a reason"
+        message = f"{words}. Next step: {step}"
+        return GateOutcome(rule, "failed", message, found.count, limit, found.prints)
+    if not facts.evaluable:
+        why = facts.why_not or "without a reference there is a review list, and no verdict"
+        step = "give analyze.outliers.reference a trusted set, a run or a baseline"
+        if facts.referenced:
+            step = "give a larger reference, or a larger analyze.outliers.fdr"
+        message = f"{why.rstrip('.')}. Next step: {step}, and run psgrad analyze again"
+        return GateOutcome(rule, "not evaluable", message, None, limit, found.prints)
+    # Flagged samples that do not count help to flag the next: the smallest p-value is compared with fdr *
+    # flagged / tested.
+    smallest, exceeding = facts.smallest_flaggable, limit + 1 + found.others
+    if smallest is not None and smallest > exceeding:
+        # The number of trusted samples that makes fdr * exceeding / tested reachable: (1 / (n + 1)) <= fdr *
+        # exceeding / tested.
+        needed = math.ceil((facts.counts.tested or 1) / ((facts.fdr or 0.1) * exceeding))
+        message = (
+            f"{words}; but fewer than {smallest:,} outliers can't be told from chance with this reference, so"
+            f" one too many would not have been seen. Next step: a reference of at least {needed:,} samples"
+            f" in all, or a gate that lets {smallest - 1 - found.others:,} outliers pass"
         )
-
-    def outliers(self, rule: str, limit: int) -> GateOutcome:
-        flagged = sum(self.counts["outlier"].values())
-        count = self._count("outlier")
-        what = self._words(count, "outlier")
-        allowed = f"{limit:,} may be"
-        if rule == "max_fraction":
-            allowed = f"{limit:,} may be ({self.gate.max_fraction:g} of {self.samples:,} samples)"
-        counted = self._fingerprints("outlier")
-        if count > limit:
-            step = "look at them; what is sound goes into the ignore list or the baseline, with a reason"
-            return GateOutcome(
-                rule, "failed", f"{what}, and {allowed}. Next step: {step}", count, limit, counted
-            )
-        if not self.facts.evaluable:
-            why = str(
-                self.facts.why_not or "without a reference there is a review list, and no verdict"
-            ).rstrip(".")
-            step = (
-                "give analyze.outliers.reference a trusted set, a run or a baseline, and run psgrad analyze"
-                " again"
-            )
-            if self.facts.referenced:
-                step = (
-                    "give a larger reference, or a larger analyze.outliers.fdr, and run psgrad analyze again"
-                )
-            return GateOutcome(rule, "not evaluable", f"{why}. Next step: {step}", None, limit, counted)
-        # Flagged samples that do not count help to flag the next: the smallest p-value is compared with fdr *
-        # flagged / tested.
-        smallest, exceeding = self.facts.smallest_flaggable, limit + 1 + flagged - count
-        if smallest is not None and smallest > exceeding:
-            # The number of trusted samples that makes fdr * exceeding / tested reachable: (1 / (n + 1)) <=
-            # fdr * exceeding / tested.
-            tested, fdr = self.facts.counts.tested or self.samples, self.facts.fdr or 0.1
-            needed = math.ceil(tested / (fdr * exceeding))
-            least = smallest - 1 - (flagged - count)
-            message = (
-                f"{what}, and {allowed}; but fewer than {smallest:,} outliers can't be told from chance with"
-                " this reference, so one too many would not have been seen. Next step: a reference of at"
-                f" least {needed:,} samples in all"
-                + (
-                    f", or gate.max_outliers: {least}"
-                    if rule == "max_outliers"
-                    else f", or gate.max_fraction of at least {least / self.samples:.3g}"
-                )
-            )
-            return GateOutcome(rule, "not evaluable", message, count, limit, counted)
-        return GateOutcome(rule, "passed", f"{what}, and {allowed}", count, limit, counted)
-
-    @property
-    def _states(self) -> tuple[str, ...]:
-        return (NEW,) if self.gate.new_only else (NEW, KNOWN)
-
-    def _count(self, rule: str) -> int:
-        return sum(self.counts[rule][state] for state in self._states)
-
-    def _words(self, count: int, noun: str, rest: str = "") -> str:
-        return f"{count:,} {'new ' if self.gate.new_only else ''}{noun}{'' if count == 1 else 's'}{rest}"
-
-    def _fingerprints(self, rule: str) -> tuple[str, ...]:
-        ordered = self.ordered
-        chosen = ordered.loc[(ordered["rule"] == rule) & ordered["state"].isin(self._states), "fingerprint"]
-        return tuple(chosen.head(FINDINGS_OF_A_GATE))
+        return GateOutcome(rule, "not evaluable", message, found.count, limit, found.prints)
+    return GateOutcome(rule, "passed", words, found.count, limit, found.prints)
 
 
-VERSION = 1
+def undecided_rules(
+    gate: GateConfig, outliers: OutlierConfig, samples: int, trusted: int | None
+) -> Iterator[str]:
+    """A sentence for each rule that can't be passed, by the sizes of the data and of the reference alone:
+    without a single outlier it would not be evaluable.
 
-# Every run has a review list, and no gate counts it: none of its entries is accepted or refused.
-ACCEPTABLE = tuple(rule for rule in RULES if rule != "review")
-
-
-def read_baseline(path: Path) -> Baseline:
-    """The baseline in a file. Raises ConfigError if there is none, DataError for a file that is not one."""
-    require_regular(path, "baseline")
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(
-            f"there is no baseline {path}",
-            hint=f"check the path; psgrad baseline save RUN --output {path} makes one of a finished run",
-        ) from None
-    except (OSError, ValueError) as error:
-        raise _not_a_baseline(path, str(error)) from error
-    if not isinstance(content, dict) or content.get("tool") != "psgrad" or content.get("kind") != "baseline":
-        raise _not_a_baseline(path, "it has no mark of a baseline of psgrad")
-    if content.get("version") != VERSION:
-        raise DataError(
-            f"the baseline {path} has the format version {content.get('version')!r}; expected version"
-            f" {VERSION}, the only one that this psgrad reads",
-            hint="use the psgrad that wrote it, or save the baseline again",
-        )
-    try:
-        listed = content["findings"]
-        findings = tuple(Known(*(str(each[key]) for key in ("fingerprint", "rule", "id"))) for each in listed)
-    except (KeyError, TypeError) as error:
-        raise _not_a_baseline(path, f"its findings are damaged: {error}") from error
-    return Baseline(findings, content.get("run") or {}, content.get("reference"))
-
-
-def written(baseline: Baseline) -> dict[str, Any]:
-    """The baseline as its file has it, findings by rule and fingerprint, so that changes are few lines."""
-    places = {rule: place for place, rule in enumerate(RULES)}
-    last = len(places)
-    findings = sorted(baseline.findings, key=lambda each: (places.get(each.rule, last), each.fingerprint))
-    return {
-        "tool": "psgrad",
-        "kind": "baseline",
-        "version": VERSION,
-        "run": dict(baseline.run),
-        "findings": [dict(vars(each)) for each in findings],
-        "reference": None if baseline.reference is None else dict(baseline.reference),
-    }
-
-
-def mark_known(named: pd.DataFrame, baseline: Baseline) -> pd.DataFrame:
-    """The named samples, with those that the baseline holds marked as known."""
-    is_known = named["fingerprint"].isin({each.fingerprint for each in baseline.findings})
-    return named.assign(state=named["state"].mask(is_known & (named["state"] == NEW), KNOWN))
-
-
-def gone(named: pd.DataFrame, baseline: Baseline) -> int:
-    """How many entries of the baseline a run no longer has."""
-    present = set(named["fingerprint"])
-    return sum(each.fingerprint not in present for each in baseline.findings)
-
-
-def changed(
-    before: Baseline | None,
-    named: pd.DataFrame,
-    run: Mapping[str, Any],
-    reference: Mapping[str, Any] | None,
-    path: Path,
-    grow: bool,
-) -> BaselineChange:
-    """The new baseline of a run; `before` is the previous one.
-
-    Without one, or with `grow`, it holds all findings of the run that are not ignored, and the run's scores.
-    Else it holds those of its entries that the run has still, and its scores stay: with scores that are
-    renewed by every run, the reference would follow any drift.
+    trusted: the size of the reference, None without one. Samples in groups, and those that are in the
+    reference themselves, are not known here, and then nothing is said.
     """
-    acceptable = named[named["rule"].isin(ACCEPTABLE) & (named["state"].isin((NEW, KNOWN)))]
-    columns = (acceptable["fingerprint"], acceptable["rule"], acceptable["id"].map(str))
-    present = {each[0]: Known(*each) for each in zip(*columns, strict=True)}
-    had = {each.fingerprint: each for each in before.findings} if before is not None else {}
-    new = {fingerprint: each for fingerprint, each in present.items() if fingerprint not in had}
-    remaining = {fingerprint: each for fingerprint, each in had.items() if fingerprint in present}
-    takes = before is None or grow
-    scores = reference if takes or before is None or before.reference is None else before.reference
-    return BaselineChange(
-        Baseline(tuple({**remaining, **(new if takes else {})}.values()), run, scores),
-        str(path),
-        dropped=len(had) - len(remaining),
-        taken=len(new) if takes else 0,
-        refused=0 if takes else len(new),
-        first=before is None,
-        reference_kept=not takes and before is not None and before.reference is not None,
+    if trusted is not None and outliers.group_by is not None:
+        return
+    smallest = resolution({ALL: samples}, {ALL: trusted or 0}, outliers.fdr).smallest
+    judged = trusted is not None
+    facts = OutlierFacts(
+        fdr=outliers.fdr,
+        decided_by="reference" if judged else "review list",
+        evaluable=judged and smallest is not None,
+        why_not=resolution_words(smallest, trusted, samples, outliers.fdr, 1) if judged else None,
+        smallest_flaggable=smallest,
+        counts=OutlierCounts(samples=samples, tested=samples),
     )
-
-
-def _not_a_baseline(path: Path, why: str) -> DataError:
-    return DataError(
-        f"{path} can't be read as a baseline: {why[:200]}; expected a file as psgrad baseline save writes it",
-        hint="save the baseline again, or take it back from version control",
-    )
-
-
-SAVED_ROWS = 20_000
-"""How many rows of a reference a baseline holds at most; more would not tell more outliers apart than 1 in
-2,000 at a rate of 0.1.
-"""
-
-
-def saved_reference(samples: pd.DataFrame, run: RunManifest, most: int = SAVED_ROWS) -> dict[str, Any]:
-    """The scores of a finished run for a baseline, as plain values: of all samples with one.
-
-    Of more than `most` those with the smallest fingerprints stay, which is a random choice: a fingerprint
-    is a digest. Flagged samples stay, too: a reference without the large scores would flag sound samples.
-    """
-    outliers = run.setting("analyze", "outliers") or {}
-    score = scored_by(
-        outliers.get("score", "grad_norm"), [each["name"] for each in outliers.get("detectors", [])]
-    )
-    by = outliers.get("group_by")
-    whole = reference_of(samples, score, by, "run", "")
-    scored = np.flatnonzero(~np.isnan(whole.scores))
-    chosen = np.sort(scored[np.argsort(whole.fingerprints[scored], kind="stable")[:most]])
-    groups = {
-        str(label): {
-            "scores": whole.scores[rows].tolist(),
-            "fingerprints": [str(each)[:DIGITS] for each in whole.fingerprints[rows]],
-        }
-        for label in sorted(set(whole.labels[chosen].tolist()))
-        for rows in [chosen[whole.labels[chosen] == label]]
-    }
-    return {
-        "score": score,
-        "tail": outliers.get("tail", "upper"),
-        "group_by": by,
-        "measured_as": measured_as(run),
-        "versions": {name: run.versions.get(name) for name in ("psgrad", "torch")},
-        "samples": len(samples),
-        "nonfinite": len(samples) - len(scored),
-        "groups": groups,
-    }
-
-
-def read_reference(content: Mapping[str, Any], source: str, score: str, by: str | None) -> Reference:
-    """The reference that a baseline holds, for judging by this score within these groups.
-
-    Raises DataError where it is not as `saved_reference` made it, ConfigError where it has another score or
-    other groups.
-    """
-    try:
-        groups = content["groups"]
-        parts = [
-            (str(label), np.asarray(group["scores"], "float64"), group["fingerprints"])
-            for label, group in groups.items()
-        ]
-        theirs, their_groups, nonfinite = content["score"], content["group_by"], int(content["nonfinite"])
-        fit = all(scores.ndim == 1 and len(scores) == len(prints) for _, scores, prints in parts)
-        if not fit or not isinstance(theirs, str):
-            raise ValueError("scores and fingerprints are not in step")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"the reference in {source} can't be read: {type(error).__name__}: {error}; expected a"
-            " baseline as psgrad baseline save writes it",
-            hint="save the baseline again",
-        ) from error
-    for what, has, wanted in (("score", theirs, score), ("group_by", their_groups, by)):
-        if has != wanted:
-            raise ConfigError(
-                f"the baseline {source} holds a reference with {what} {has}, and analyze.outliers.{what} is"
-                f" {wanted}",
-                hint=(
-                    f"set analyze.outliers.{what} to {'null' if has is None else has}, or save the baseline"
-                    f" of a run with {wanted}"
-                ),
-            )
-    caveats = (f"{nonfinite} samples of the reference had no score, and are not in it",) if nonfinite else ()
-    return Reference(
-        "baseline",
-        source,
-        np.concatenate([np.empty(0), *(scores for _, scores, _ in parts)]),
-        np.array([label for label, scores, _ in parts for _ in scores], dtype=object),
-        np.array([str(each) for _, _, prints in parts for each in prints], dtype=object),
-        caveats=caveats,
-    )
+    nothing = pd.DataFrame({name: pd.Series([], dtype=str) for name in ("rule", "state", "fingerprint")})
+    none = {rule: {NEW: 0, KNOWN: 0} for rule in ("nonfinite", "outlier")}
+    for outcome in evaluate(gate, nothing, none, facts, samples):
+        if outcome.outcome == "not evaluable":
+            yield f"gate.{outcome.rule} can't be passed (exit code 4): {outcome.message}"

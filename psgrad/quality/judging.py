@@ -21,23 +21,21 @@ from psgrad.quality.conformal import (
     q_values,
     resolution,
     resolution_words,
-    separability,
     why_not_evaluable,
 )
-from psgrad.quality.detector import DetectorScores, detector_scores
+from psgrad.quality.detector import detector_scores
 from psgrad.quality.gates import share_of
-from psgrad.quality.references import Reference, join_small, joined, labels_of, robust_z, scored_by
-from psgrad.quality.score_order import loss_agreement, score_gap
+from psgrad.quality.references import Reference, join_small, joined, labels_of, scored_by
 from psgrad.run.results import SAMPLE_COLUMNS
 from psgrad.run.results.manifest import (
-    DetectorFacts,
     GroupFacts,
     Groups,
+    LossAgreement,
     OutlierCounts,
     OutlierFacts,
     ReferenceFacts,
-    ScoreGap,
 )
+from psgrad.wording import correlation
 
 Array = npt.NDArray[Any]
 NORMS = ("grad_norm", "log_norm")
@@ -150,50 +148,38 @@ def judge(
 
     Raises ConfigError for a missing score or group, or a detector without its rows.
     """
-    outliers = config.outliers
-    detected = detector_scores(config, reference, rows, base)
-    frame = frame.assign(**{f"{each.name}_score": each.scores for each in detected})
+    outliers, whole = config.outliers, reference
+    detected, reference = detector_scores(config, reference, rows, base)
+    frame = frame.assign(**detected)
     _require_score(frame, outliers.score)
-    whole = reference
-    decides = next((each for each in detected if outliers.score == f"{each.name}_score"), None)
-    if decides is not None:
-        reference = decides.reference
     labels, small = labels_of(frame, outliers.group_by), set[str]()
     if outliers.group_by is not None:
         counted = labels if reference is None else reference.labels
         labels, small = join_small(labels, counted, outliers.min_group)
     ranked = rank_samples(frame, config.review_fraction, outliers.score, outliers.tail, labels, ignored)
-    z, without_z = robust_z(ranked["log_norm"].to_numpy("float64"), labels)
-    ok = (ranked["status"] == "ok").to_numpy(bool)
-    in_both = np.zeros(len(frame), bool)
-    if whole is not None and "fingerprint" in ranked:
-        known_by = scored_by(outliers.score, [each.name for each in outliers.detectors])
-        in_both = whole.holds(ranked["fingerprint"].to_numpy(), _scores(ranked, known_by))
-    scores = np.where(ok, _scores(ranked, outliers.score), np.nan)
-    if reference is None:
+    scores = np.where(ranked["status"] == "ok", _numbers(ranked, outliers.score), np.nan)
+    in_both, none = np.zeros(len(frame), bool), np.full(len(frame), np.nan)
+    if reference is None or whole is None:
         suspect = pd.Series(scores * (1 if outliers.tail == "upper" else -1))
-        ahead = suspect.groupby(labels).rank(ascending=False, method="max", pct=True)
-        none = np.full(len(frame), np.nan)
-        verdict = _Verdict(none, none, ahead.to_numpy("float64"), in_both)
+        score = suspect.groupby(labels).rank(ascending=False, method="max", pct=True).to_numpy("float64")
+        p = q = none
     else:
         reference = replace(reference, labels=joined(reference.labels, small))
+        if "fingerprint" in ranked:
+            known_by = scored_by(outliers.score, [each.name for each in outliers.detectors])
+            in_both = whole.holds(ranked["fingerprint"].to_numpy(), _numbers(ranked, known_by))
         p = grouped_p_values(scores, labels, reference.scores, reference.labels, outliers.tail)
-        verdict = _Verdict(p, q_values(np.where(in_both, np.nan, p)), p, in_both)
-        ranked["is_outlier_issue"] = (verdict.q <= outliers.fdr) | (ranked["status"] == "nonfinite")
-        ranked["reasons"] = _reasons(ranked, verdict, reference, labels)
+        q, score = q_values(np.where(in_both, np.nan, p)), p
+        ranked["is_outlier_issue"] = (q <= outliers.fdr) | (ranked["status"] == "nonfinite")
     ranked = ranked.assign(
-        robust_z=z,
-        p_value=verdict.p,
-        q_value=verdict.q,
-        outlier_score=np.where(ranked["status"] == "nonfinite", 0.0, verdict.score),
+        p_value=p,
+        q_value=q,
+        outlier_score=np.where(ranked["status"] == "nonfinite", 0.0, score),
         group=labels,
     )
-    for each in detected:
-        ranked = ranked.assign(**_detector_values(each, labels, small, verdict))
-    facts = _facts(ranked, config, reference, verdict, small)
-    detectors = {each.name: _detector_facts(each, ranked, outliers.fdr) for each in detected}
-    facts = replace(facts, robust_z={"groups_without": without_z}, detectors=detectors)
-    return OutlierTable(_in_order(ranked), facts)
+    if reference is not None:
+        ranked["reasons"] = _reasons(ranked, reference, in_both)
+    return OutlierTable(_in_order(ranked), _facts(ranked, config, reference, in_both, small))
 
 
 def _require_score(frame: pd.DataFrame, score: str) -> None:
@@ -212,127 +198,111 @@ def _require_score(frame: pd.DataFrame, score: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """The verdicts on n samples, [n] each: p- and q-value, the outlier score, and whether the sample is in
-    the reference.
-    """
-
-    p: Array
-    q: Array
-    score: Array
-    in_both: Array
-
-
-def _scores(frame: pd.DataFrame, name: str) -> Array:
+def _numbers(frame: pd.DataFrame, name: str) -> Array:
     return frame[name].to_numpy("float64", na_value=np.nan)
 
 
-def _reasons(ranked: pd.DataFrame, verdict: _Verdict, reference: Reference, labels: Array) -> Array:
+def _reasons(ranked: pd.DataFrame, reference: Reference, in_both: Array) -> Array:
     """The texts of `reasons`, where a reference decides: the review list is not mentioned."""
     reasons = np.where(ranked["grad_norm"] == 0, "gradient is exactly zero", "").astype(object)
     unjudged = (ranked["status"] != "ok").to_numpy(bool)
     reasons[unjudged] = ranked.loc[unjudged, "reasons"]
     sizes = pd.Series(reference.labels, dtype=object).value_counts()
     flagged = ranked["is_outlier_issue"].to_numpy(bool) & ~unjudged
-    for row in np.flatnonzero(flagged | verdict.in_both):
-        words = "in the reference itself, and not tested"
-        if not verdict.in_both[row]:
-            numbers = f"p = {verdict.p[row]:.2g}, q = {verdict.q[row]:.2g}"
-            words = f"{numbers} against {sizes[labels[row]]:,} trusted samples"
+    p, q, groups = (ranked[name].to_numpy() for name in ("p_value", "q_value", "group"))
+    for row in np.flatnonzero(flagged | in_both):
+        words = f"p = {p[row]:.2g}, q = {q[row]:.2g} against {sizes[groups[row]]:,} trusted samples"
+        if in_both[row]:
+            words = "in the reference itself, and not tested"
         reasons[row] = "; ".join(filter(None, [words, reasons[row]]))
     return reasons
-
-
-def _detector_values(
-    scores: DetectorScores, labels: Array, small: set[str], verdict: _Verdict
-) -> dict[str, Array]:
-    """A detector's p- and q-values; none without a reference."""
-    if scores.reference is None:
-        return {}
-    trusted = joined(scores.reference.labels, small)
-    p = grouped_p_values(scores.scores, labels, scores.reference.scores, trusted)
-    return {f"{scores.name}_p": p, f"{scores.name}_q": q_values(np.where(verdict.in_both, np.nan, p))}
-
-
-def _detector_facts(scores: DetectorScores, ranked: pd.DataFrame, fdr: float) -> DetectorFacts:
-    q = f"{scores.name}_q"
-    return DetectorFacts(
-        title=scores.title,
-        flagged=int((ranked[q] <= fdr).sum()) if q in ranked else None,
-        reference=None if scores.reference is None else len(scores.reference),
-        meaning="information; only analyze.outliers.score decides",
-    )
 
 
 def _facts(
     ranked: pd.DataFrame,
     config: AnalyzeConfig,
     reference: Reference | None,
-    verdict: _Verdict,
+    in_both: Array,
     small: set[str],
 ) -> OutlierFacts:
-    """All but robust_z and detectors."""
-    outliers, fraction = config.outliers, config.review_fraction
-    status, labels = ranked["status"], ranked["group"]
-    ok = (status == "ok").to_numpy(bool)
-    tests = ok & ~verdict.in_both if reference is not None else np.zeros(len(ranked), bool)
-    tested, in_both = int(tests.sum()), int(verdict.in_both.sum())
-    groups = sorted(set(labels))
+    outliers, labels = config.outliers, ranked["group"]
+    ok = (ranked["status"] == "ok").to_numpy(bool)
+    tests = ok & ~in_both if reference is not None else np.zeros(len(ranked), bool)
+    tested, shared = int(tests.sum()), int(in_both.sum())
     sizes, of_group = labels.value_counts(), labels[tests].value_counts()
-    counted = {} if reference is None else pd.Series(reference.labels, dtype=object).value_counts().to_dict()
-    trusted = {str(group): int(count) for group, count in counted.items()}
-    limit = resolution({group: int(of_group.get(group, 0)) for group in groups}, trusted, outliers.fdr)
+    groups = {group: int(of_group.get(group, 0)) for group in sorted(set(labels))}
+    trusted: dict[str, int] = {}
+    if reference is not None:
+        trusted = {
+            str(group): int(n)
+            for group, n in pd.Series(reference.labels, dtype=object).value_counts().items()
+        }
+    limit = resolution(groups, trusted, outliers.fdr)
     each = {
         group: GroupFacts(
             samples=int(sizes[group]),
-            tested=int(of_group.get(group, 0)),
+            tested=count,
             reference=None if reference is None else trusted.get(group, 0),
             smallest_p=limit.smallest_p.get(group),
             smallest_flaggable=limit.smallest_of.get(group),
             evaluable=reference is not None
             and (group not in limit.smallest_of or limit.smallest_of[group] is not None),
         )
-        for group in groups
+        for group, count in groups.items()
     }
     issues = int((ranked["is_outlier_issue"].to_numpy(bool) & ok).sum())
-    size = _scores(ranked, "grad_norm" if outliers.score in NORMS else outliers.score)
-    compared = outliers.tail == "upper" and len(groups) == 1  # else a ratio of two scores says nothing
-    why_not = why_not_evaluable(reference, each, tested, outliers.fdr, in_both)
-    counts = OutlierCounts(
-        samples=len(ranked),
-        ok=int(ok.sum()),
-        nonfinite=int((status == "nonfinite").sum()),
-        skipped=int((status == "skipped").sum()),
-        zero_gradients=int((ok & (ranked["grad_norm"] == 0)).sum()),
-        tested=tested,
-        outliers=0 if reference is None else issues,
-        review=issues if reference is None else math.ceil(share_of(fraction, int(ok.sum()))),
-    )
+    why_not = why_not_evaluable(reference, each, tested, outliers.fdr, shared)
+    size = None if reference is None else len(reference)
     facts = OutlierFacts(
         score=outliers.score,
         tail=outliers.tail,
         fdr=outliers.fdr,
-        review_fraction=fraction,
-        decided_by="review list",
+        review_fraction=config.review_fraction,
+        decided_by="review list" if reference is None else "reference",
         groups=Groups(outliers.group_by, outliers.min_group, sorted(small), each),
         evaluable=why_not is None,
         why_not=why_not,
         smallest_flaggable=limit.smallest,
-        resolution=resolution_words(
-            limit.smallest, None if reference is None else len(reference), tested, outliers.fdr, len(groups)
+        resolution=resolution_words(limit.smallest, size, tested, outliers.fdr, len(groups)),
+        counts=OutlierCounts(
+            samples=len(ranked),
+            ok=int(ok.sum()),
+            nonfinite=int((ranked["status"] == "nonfinite").sum()),
+            skipped=int((ranked["status"] == "skipped").sum()),
+            zero_gradients=int((ok & (ranked["grad_norm"] == 0)).sum()),
+            tested=tested,
+            outliers=0 if reference is None else issues,
+            review=issues
+            if reference is None
+            else math.ceil(share_of(config.review_fraction, int(ok.sum()))),
         ),
-        counts=counts,
-        loss_agreement=loss_agreement(ranked[ok], outliers.score, outliers.tail, fraction),
-        gap=score_gap(size[ok]) if compared else ScoreGap(),
-        caveats=caveats_of(reference, verdict.p[tests], in_both, small),
+        loss_agreement=loss_agreement(ranked[ok], outliers.score, outliers.tail, config.review_fraction),
+        caveats=caveats_of(reference, ranked["p_value"].to_numpy()[tests], shared, small),
     )
     if reference is None:
         return facts
     missing = int(np.isnan(reference.scores).sum())
-    return replace(
-        facts,
-        decided_by="reference",
-        reference=ReferenceFacts(reference.kind, reference.source, len(reference), missing, in_both),
-        separability=separability(verdict.p[tests], len(reference), issues, limit.smallest),
-    )
+    about = ReferenceFacts(reference.kind, reference.source, len(reference), missing, shared)
+    return replace(facts, reference=about)
+
+
+def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) -> LossAgreement:
+    """How similarly the score and the loss order samples: Spearman's correlation, and the overlap of their
+    first samples.
+
+    `frame` has the ranked samples; a score that is the loss is compared with the gradient norm. None if it is
+    undefined.
+    """
+    other = "grad_norm" if score == "loss" else "loss"
+    mine = frame[score].to_numpy("float64", na_value=np.nan) * (1 if tail == "upper" else -1)
+    theirs = frame[other].to_numpy("float64")
+    if len(frame) < 3 or np.ptp(mine) == 0 or np.ptp(theirs) == 0:
+        return LossAgreement(other, words="they can't be compared here")
+    count = math.ceil(share_of(fraction, len(frame)))
+    first, others = (set(np.argsort(-each, kind="stable")[:count].tolist()) for each in (mine, theirs))
+    # A score of -inf is the logarithm of a gradient of zero, and has a rank like any other.
+    rho = float(np.corrcoef(pd.Series(mine).rank(), pd.Series(theirs).rank())[0, 1])
+    shared = len(first & others)
+    overlap = f"{shared:,} of the first {count:,} by the one are so by the other"
+    words = f"rank correlation of {score} and {other} {correlation(rho)}; {overlap}"
+    return LossAgreement(other, rho, count, shared, shared / count, words)

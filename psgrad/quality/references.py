@@ -1,6 +1,6 @@
 """References and groups. A reference is the scores of trusted samples, with their origin and the runs that
 may be compared with them. Samples are compared within groups, by class, by length or by a column; small
-groups are joined, and each group has robust standard deviations.
+groups are joined.
 """
 
 from __future__ import annotations
@@ -92,40 +92,6 @@ def _no_column(by: str, columns: list[str]) -> str:
     return f"analyze.outliers.group_by: there is no column {by!r}{did_you_mean(by, columns) or known}"
 
 
-LEAST_ROWS = 30
-_MAD_OF_NORMAL = 0.6744897501960817  # the MAD of the standard normal distribution: its quantile at 3/4
-# sqrt(pi / 2): of a normal distribution, sigma is this times the mean absolute deviation
-_MEAN_TO_SIGMA = 1.2533
-
-
-def robust_z(log_norms: Array, labels: Array) -> tuple[Array, dict[str, str]]:
-    """([n] (x - median) / (1.4826 MAD) within each group, {group without z: why}).
-
-    `log_norms` [n]; what is not finite has no z and does not count. Where half of a group or more are equal,
-    the MAD is zero, and 1.2533 times the mean absolute deviation from the median takes its place (as in IBM's
-    modified z score); where that is zero, too, the group is 'degenerate'. A group of fewer than 30 rows has
-    no z.
-
-    On raw norms the rule `z > 3.5` flags a quarter of a clean dataset, on their logarithms it misses flipped
-    labels: docs/explanation/outliers.md has both.
-    """
-    z, without = np.full(len(log_norms), np.nan), {}
-    for label in np.unique(labels):
-        mine = (labels == label) & np.isfinite(log_norms)
-        values = log_norms[mine].astype("float64")
-        if len(values) < LEAST_ROWS:
-            without[str(label)] = f"fewer than {LEAST_ROWS} rows"
-            continue
-        away = values - np.median(values)
-        apart = np.abs(away)
-        scale = float(np.median(apart)) / _MAD_OF_NORMAL or _MEAN_TO_SIGMA * float(apart.mean())
-        if scale == 0:
-            without[str(label)] = "degenerate"
-            continue
-        z[mine] = away / scale
-    return z, without
-
-
 # Fingerprints are digests: of these many digits, two of a million samples agree by chance once in 10^7 runs.
 DIGITS = 16
 
@@ -200,16 +166,16 @@ def measured_as(run: RunManifest) -> dict[str, Any]:
     """The part of a run's manifest that scores depend on: two runs can be compared if it is the same."""
     model, analyze = run.config.get("model", {}), run.config.get("analyze", {})
     loss, code = run.config.get("loss") or {}, run.hashes.get("code", {})
-    measures = [each.get("name") for each in analyze.get("measures", [])]
+    specs = [
+        model.get("factory"),
+        loss.get("name"),
+        *(each.get("name") for each in analyze.get("measures", [])),
+    ]
     return {
         "checkpoint": run.model.sha256,
         "weights": run.hashes.get("weights"),
         "modules": run.hashes.get("modules"),
-        "code": {
-            "the model": code.get(model.get("factory"), {}),
-            "the loss": code.get(loss.get("name"), {}),
-            "measures": {file: digest for name in measures for file, digest in code.get(name, {}).items()},
-        },
+        "code": {file: digest for spec in specs for file, digest in code.get(spec, {}).items()},
         # The folder is left out: configs in different places write the path of one file differently.
         "model": str(model.get("factory")).rpartition("/")[2],
         "kwargs": model.get("kwargs", {}),
@@ -268,10 +234,7 @@ def changed_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 
 def code_changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """The code, and the model's modules, that differ between two `measured_as`, in words."""
-    changed = changed_keys(theirs, ours)
-    changes = []
-    for part, files in ours["code"].items() if "code" in changed else ():
-        before = theirs["code"].get(part, {})
-        names = [name for name in {**before, **files} if before.get(name) != files.get(name)]
-        changes += [f"{', '.join(names)} of {part}"] if names else []
-    return [*changes, *(["classes or attributes of the model's modules"] if "modules" in changed else [])]
+    changed, before, after = changed_keys(theirs, ours), theirs.get("code", {}), ours["code"]
+    files = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    modules = ["classes or attributes of the model's modules"] if "modules" in changed else []
+    return [*([", ".join(files)] if files else []), *modules]

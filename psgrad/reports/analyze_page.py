@@ -1,58 +1,43 @@
 """The page of an analyze run and its figures: templates/analyze.html, and what it is made of. It opens
 offline, and is at most 2 MB for any number of samples.
 
-Its one script sorts, filters and links; all that it says can be read without it.
+Its one script sorts and filters tables; all that it says can be read without it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from psgrad.reports.analyze_plots import draw_plots
 from psgrad.reports.analyze_tables import (
-    class_pages,
     class_statistics,
-    class_table,
-    finding_table,
-    gate_table,
-    group_table,
-    issue_summary,
-    layer_table,
+    nonfinite_ids,
     sample_table,
+    score_words,
+    shown_parameters,
     values_table,
 )
 from psgrad.reports.attribution import attribution_cards
 from psgrad.reports.figures import Plot
 from psgrad.reports.labels import label_warning, label_words
-from psgrad.reports.loss_against_norm import linked_svg
 from psgrad.reports.measure_plots import measure_plots
 from psgrad.reports.measures import MAX_MEASURES, measure_sections
-from psgrad.reports.outliers import (
-    MAX_NAMED,
-    OFFER,
-    OPTION,
-    found_samples,
-    gap_words,
-    judged_by,
-    listed_samples,
-    nonfinite_ids,
-    rankings_of,
-    score_words,
-)
 from psgrad.reports.page import about_run, render_template, title_of
 from psgrad.reports.pictures import excerpt, original_uri, picture_uri
-from psgrad.reports.words import FACT_LIMIT, MISSING, brief, identifier, label, number, words_of
-from psgrad.run.results import AnalyzeResult, disagrees, has_classes, top_samples
+from psgrad.reports.words import MISSING, group_words, identifier, label, number
+from psgrad.run.results import RULES, AnalyzeResult, disagrees, has_classes, top_samples
 from psgrad.run.results.manifest import UNKNOWN_UNIT
+from psgrad.wording import correlation, prefix_note
 
 # Every part of the page is bounded, so that the page is.
 MAX_PICTURES = 24
 PICTURE_SIDE = 96
-MAX_CAVEATS = 20
-MAX_WARNINGS = 20
+MAX_CLASSES = MAX_GROUPS = 200
+MAX_FINDINGS = 100
 FIGURES_ROOM = 900_000  # characters of all figures of measures together
+_FEW = 10  # first ranks, fewer than which say nothing about two orders
 
 
 def write_report(result: AnalyzeResult, write: Callable[[str, bytes], None]) -> None:
@@ -71,85 +56,88 @@ def render(
     result: AnalyzeResult, plots: Sequence[Plot], of_measures: Mapping[str, Sequence[Plot]] | None = None
 ) -> str:
     """The report as HTML."""
-    manifest, samples, names = result.manifest, result.samples, result.class_names
-    by_name, score = {plot.name: plot for plot in plots}, score_words(str(manifest.judged.score))
-    classes = has_classes(samples)
+    manifest, samples, names, check = result.manifest, result.samples, result.class_names, result.check
+    judged, labels = manifest.judged, manifest.labels
+    score, by = score_words(judged), judged.groups.by
     pull = "pull hardest" if score == "gradient norm" else f"are first by {score}"
-    statistics = class_statistics(samples) if classes and (samples["status"] == "ok").any() else None
-    scatter = by_name.get("loss_against_norm")
-    cards, values = input_cards(result), values_table(result)
+    by_class = class_statistics(samples) if has_classes(samples) else samples.head(0)
+    parameters, prefix = shown_parameters(result.parameters)
+    cards, groups = input_cards(result), list(judged.groups.each.items())
     return render_template(
         "analyze.html",
         **about_run(manifest, result.folder),
-        **stands_out(result),
         title=title_of(manifest, f"Which training examples {pull}?"),
         score=score,
         headline=headline(result),
         partial=partial_words(result),
-        plots=by_name,
-        scatter=scatter and linked_svg(scatter, listed_samples(samples), names),
+        labels="" if labels is None else label_words(labels, names),
+        label_warning="" if labels is None else label_warning(labels, names),
+        judged=judged,
+        found=found_samples(result),
+        nonfinite=nonfinite_ids(samples),
+        groups=[(group_words(name, by, names), about) for name, about in groups[:MAX_GROUPS]],
+        check=check,
+        rules=RULES,
+        counts=Counter(finding.rule for finding in check.findings) if check else {},
+        max_findings=MAX_FINDINGS,
+        plots={plot.name: plot for plot in plots},
         samples=sample_table(result),
-        issues=None if result.issue_summary is None else issue_summary(result.issue_summary),
+        issues=[] if result.issue_summary is None else result.issue_summary.to_dict("records"),
         cards=cards,
-        pictures=any(card.picture for card in cards),
-        values=values,
+        values=values_table(result),
         attribution=attribution_cards(result),
-        classes=samples["target"].nunique() if classes else 0,
-        by_class=None if statistics is None else class_table(result, statistics),
-        class_pages=[] if statistics is None else class_pages(result, statistics),
-        layers=layer_table(result.parameters, manifest.loss_unit) if len(result.parameters) else None,
+        by_class=[
+            (label(target, names), row._asdict())
+            for target, row in zip(by_class.index, by_class.head(MAX_CLASSES).itertuples(), strict=False)
+        ],
+        classes=len(by_class),
+        parameters=parameters,
+        all_parameters=len(result.parameters),
+        prefix=prefix_note(prefix),
         measures=list(measure_sections(result, of_measures or {}, FIGURES_ROOM)),
-        unit="units of the loss" if manifest.loss_unit == UNKNOWN_UNIT else manifest.loss_unit,
+        unit=manifest.loss_unit,
+        unit_in_words="units of the loss" if manifest.loss_unit == UNKNOWN_UNIT else manifest.loss_unit,
     )
 
 
-def stands_out(result: AnalyzeResult) -> dict[str, Any]:
-    """What was found, how samples were judged, and what the gate says, by the names in the template."""
-    manifest, names, check = result.manifest, result.class_names, result.check
-    judged, facts, labels = manifest.judged, manifest.outliers, manifest.labels
-    referenced = judged.referenced
-    undecided = referenced and not judged.evaluable and brief(str(judged.why_not or ""), FACT_LIMIT)
-    caveats = judged.caveats if judged.referenced else []
+def found_samples(result: AnalyzeResult) -> dict[str, int | None]:
+    """How many finite samples there are and are listed, and for how many the prediction differs from the
+    label (None without classes); gradients of zero, and samples without a rank.
+    """
+    samples = result.samples
+    finite = samples[(samples["status"] == "ok").to_numpy()]
+    listed = finite["is_outlier_issue"].to_numpy(bool)
+    wrong = disagrees(finite).to_numpy(bool) if has_classes(samples) and "prediction" in samples else None
     return {
-        "labels": "" if labels is None else label_words(labels, names),
-        "label_warning": "" if labels is None else label_warning(labels, names),
-        "rankings": rankings_of(judged),
-        "offer": OFFER,
-        "option": OPTION,
-        "referenced": referenced,
-        "undecided": undecided,
-        "found": found_samples(result),
-        "gap": gap_words(judged),
-        "judged_score": words_of(judged.score),
-        "nonfinite": nonfinite_ids(result.samples),
-        "max_named": MAX_NAMED,
-        "judged_by": [] if facts is None else judged_by(facts),
-        "caveats": [brief(str(each), 400) for each in caveats][:MAX_CAVEATS],
-        "groups": None if facts is None or facts.groups.by is None else group_table(facts, names),
-        "check": check,
-        "gate": gate_table(check) if check is not None and check.outcomes else None,
-        "warnings": [] if check is None else [brief(each, 300) for each in check.warnings[:MAX_WARNINGS]],
-        "findings": finding_table(check) if check is not None and check.findings else None,
+        "finite": len(finite),
+        "listed": int(listed.sum()),
+        "wrong": None if wrong is None else int(wrong.sum()),
+        "wrong_listed": None if wrong is None else int((wrong & listed).sum()),
+        "zero": int((finite["grad_norm"] == 0).sum()),
+        "skipped": int((samples["status"] == "skipped").sum()),
     }
 
 
 def headline(result: AnalyzeResult) -> list[tuple[str, str]]:
     """The figures at the top of the page: value, and what it is."""
-    samples, manifest = result.samples, result.manifest
-    listed = samples["is_outlier_issue"].to_numpy(bool) & (samples["status"] == "ok").to_numpy()
-    rankings, error = rankings_of(manifest.judged), manifest.self_check.worst_relative_error
-    which = "unlike the reference" if manifest.judged.referenced else "in the review list"
-    found = [
-        (f"{len(samples):,}", "samples"),
-        (f"{int(listed.sum()):,}", which),
-        (f"{len(nonfinite_ids(samples)):,}", "not finite"),
-        *(rankings.headline if rankings else []),
+    manifest, found = result.manifest, found_samples(result)
+    judged, check, order = manifest.judged, manifest.self_check, manifest.judged.loss_agreement
+    figures = [
+        (f"{len(result.samples):,}", "samples"),
+        (f"{found['listed']:,}", "unlike the reference" if judged.referenced else "in the review list"),
+        (f"{len(nonfinite_ids(result.samples)):,}", "not finite"),
     ]
+    if order.top and order.top >= _FEW:
+        score, other = score_words(judged), "gradient norm" if order.other == "grad_norm" else order.other
+        figures += [
+            (f"{order.shared:,} of {order.top:,}", f"first by {score} are also first by {other}"),
+            (correlation(order.spearman), f"rank correlation of {score} and {other}"),
+        ]
     if manifest.model.trainable:
-        found.append((f"{manifest.model.trainable:,}", "trainable parameters"))
-    if manifest.self_check.samples:
-        found.append((number(error), "worst relative error of the self-check"))
-    return found
+        figures.append((f"{manifest.model.trainable:,}", "trainable parameters"))
+    if check.samples:
+        figures.append((number(check.worst_relative_error), "worst relative error of the self-check"))
+    return figures
 
 
 def partial_words(result: AnalyzeResult) -> str:
@@ -164,11 +152,10 @@ def partial_words(result: AnalyzeResult) -> str:
 
 @dataclass(frozen=True)
 class InputCard:
-    """A sample of the first ranks with its input. sample: its row. label: empty where there is none."""
+    """A sample of the first ranks with its input. label: empty where there is none."""
 
     rank: str
     id: str
-    sample: int
     label: str
     prediction: str
     differs: bool
@@ -198,7 +185,6 @@ def input_cards(result: AnalyzeResult) -> list[InputCard]:
                 InputCard(
                     rank=str(row["rank"]),
                     id=identifier(row["id"]),
-                    sample=int(row["index"]),
                     label="" if truth == MISSING else truth,
                     prediction=guess,
                     differs=bool(row["_differs"]),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 
+from psgrad.reports.analyze_tables import LISTED, listed_words
 from psgrad.reports.figures import (
     DARK,
     DASHES,
@@ -20,15 +22,16 @@ from psgrad.reports.figures import (
     name_rows,
     rows_height,
     say_empty,
+    scatter,
     styled,
 )
-from psgrad.reports.loss_against_norm import MAX_POINTS, NORM_AXIS, drawable, loss_against_norm
-from psgrad.reports.outliers import LISTED, listed_words
 from psgrad.reports.words import count, label, number
-from psgrad.run.results import AnalyzeResult, has_classes
+from psgrad.run.results import AnalyzeResult, disagrees, has_classes
 from psgrad.wording import common_prefix, correlation, parameter_names, prefix_note
 
 MAX_MARKS = 250  # single samples drawn as vectors
+MAX_POINTS = 4000  # single samples drawn as pixels, of either colour
+NORM_AXIS = "gradient norm (L2 over all trainable parameters, log scale)"
 
 
 def draw_plots(result: AnalyzeResult) -> list[Plot]:
@@ -84,27 +87,74 @@ def norm_histogram(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
 
 
 @styled
+def loss_against_norm(samples: pd.DataFrame, unit: str = "", listed: str = LISTED) -> Plot:
+    """Each sample's loss, in a unit, against its norm."""
+    log_loss = bool((samples.loc[samples["status"] == "ok", "loss"] >= 0).all())
+    drawn, not_drawn = drawable(samples, ["grad_norm", "loss"] if log_loss else ["grad_norm"])
+    figure, axes = figure_with_axes(4.2)
+    caption = "Wherever the two orders disagree, neither is right by itself: look at both. "
+    notes = [each for each in (unit, "log scale" if log_loss else "") if each]
+    label_of_loss = f"loss ({', '.join(notes)})" if notes else "loss"
+    axes.set(xscale="log", yscale="log" if log_loss else "linear", xlabel=NORM_AXIS, ylabel=label_of_loss)
+    caption += _points(axes, drawn, "grad_norm", "loss", listed)
+    return Plot("loss_against_norm", "Loss against gradient norm", caption + not_drawn, figure)
+
+
+@styled
 def norm_against_length(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
     """Each sample's norm against how many of its positions count, with the median norm along the length."""
     drawn, not_drawn = drawable(samples, ["grad_norm", "length"])
     figure, axes = figure_with_axes(3.2)
+    axes.set(xlabel="length (positions that count)", yscale="log", ylabel="gradient norm (log scale)")
+    if len(drawn):
+        bins = pd.qcut(drawn["length"], min(12, drawn["length"].nunique()), duplicates="drop")
+        middle = drawn.groupby(bins, observed=True)[["length", "grad_norm"]].median()
+        axes.plot(
+            middle["length"], middle["grad_norm"], color=DARK, label="median along the length", zorder=3
+        )
+    caption = _points(axes, drawn, "length", "grad_norm", listed)
+    return Plot("norm_against_length", "Gradient norm against length", caption + not_drawn, figure)
+
+
+def _points(axes: Axes, drawn: pd.DataFrame, across: str, up: str, listed: str) -> str:
+    """Draw a point a sample, crosses where the prediction differs from the label; returns words for the
+    caption. Of either colour at most MAX_POINTS are drawn, chosen at random.
+    """
     if not len(drawn):
         say_empty(axes)
-        return Plot("norm_against_length", "Gradient norm against length", not_drawn, figure)
-    review = drawn["is_outlier_issue"]
-    for rows, colour, words in ((drawn[~review], REST, "other samples"), (drawn[review], REVIEW, listed)):
-        some = rows if len(rows) <= MAX_POINTS else rows.sample(MAX_POINTS, random_state=0)
-        points = axes.scatter(some["length"], some["grad_norm"], s=16, color=colour, label=words)
-        points.set(alpha=0.7, linewidths=0, rasterized=True)
-    bins = pd.qcut(drawn["length"], min(12, drawn["length"].nunique()), duplicates="drop")
-    middle = drawn.groupby(bins, observed=True)[["length", "grad_norm"]].median()
-    axes.plot(middle["length"], middle["grad_norm"], color=DARK, label="median along the length")
-    axes.set(xlabel="length (positions that count)", yscale="log", ylabel="gradient norm (log scale)")
-    legend_above(axes)
-    spearman = correlation(drawn["length"].rank().corr(drawn["grad_norm"].rank()))
-    many = f" At most {MAX_POINTS:,} samples of each colour are drawn." if len(drawn) > MAX_POINTS else ""
-    caption = f"One point a sample; rank correlation of length and norm (Spearman): {spearman}.{many} "
-    return Plot("norm_against_length", "Gradient norm against length", caption + not_drawn, figure)
+        return ""
+    review, wrong = drawn["is_outlier_issue"].to_numpy(bool), disagrees(drawn).to_numpy(bool)
+    many = False
+    for inside, colour, words in ((~review, REST, "other samples"), (review, REVIEW, listed)):
+        some = drawn[inside].sample(min(int(inside.sum()), MAX_POINTS), random_state=0)
+        many |= len(some) < inside.sum()
+        crossed = wrong[drawn.index.get_indexer(some.index)]
+        scatter(axes, some[~crossed], (across, up), (colour, "o"), words)
+        scatter(axes, some[crossed], (across, up), (colour, "x"), f"{words}, prediction differs from label")
+    if axes.get_legend_handles_labels()[0]:
+        legend_above(axes, columns=2)
+    words = f"One point a sample, of {count(len(drawn))}. "
+    if many:
+        words += f"At most {MAX_POINTS:,} samples of each colour are drawn. "
+    if drawn[across].nunique() > 1 and drawn[up].nunique() > 1:
+        names = " and ".join(name.removeprefix("grad_") for name in (across, up))
+        spearman = correlation(drawn[across].rank().corr(drawn[up].rank()))
+        words += f"Rank correlation of {names} (Spearman): {spearman}. "
+    return words
+
+
+def drawable(samples: pd.DataFrame, positive: list[str]) -> tuple[pd.DataFrame, str]:
+    """The rows that a log axis can show, and a sentence that counts the others."""
+    finite = samples[samples["status"] == "ok"]
+    drawn = finite[(finite[positive] > 0).all(axis=1)]
+    names = " or ".join(column.removeprefix("grad_") for column in positive)
+    missing = [
+        (int((samples["status"] == "nonfinite").sum()), "with a loss or gradient that is not finite"),
+        (int((samples["status"] == "skipped").sum()), "that could not be judged"),
+        (len(finite) - len(drawn), f"with a {names} of exactly zero"),
+    ]
+    said = " and ".join(f"{n:,} {what}" for n, what in missing if n)
+    return drawn, f"Not drawn: {said}." if said else ""
 
 
 @styled

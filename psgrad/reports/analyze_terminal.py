@@ -7,15 +7,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from psgrad.reports.analyze_tables import column_of
+from psgrad.reports.analyze_tables import column_of, nonfinite_ids
 from psgrad.reports.labels import label_warning, label_words
-from psgrad.reports.outliers import MAX_NAMED, OFFER, OPTION, gap_words, nonfinite_ids, rankings_of
 from psgrad.reports.tables import Table, table
 from psgrad.reports.words import count, identifier, number, printable
 from psgrad.run.results import AnalyzeResult, top_samples
 from psgrad.run.results.check import check_content
 
 SCHEMA_VERSION = 1
+MAX_NAMED = 20
 
 
 def top_table(result: AnalyzeResult, n: int) -> Table:
@@ -57,12 +57,8 @@ def summary(result: AnalyzeResult) -> str:
     if judged.referenced:
         undecided, limit = f"not evaluable: {judged.why_not}", f"resolution limit: {judged.resolution}"
         lines.append(printable(limit if judged.evaluable else undecided))
-    if gap := gap_words(judged):
-        lines.append(gap)
-    if rankings := rankings_of(judged):
-        lines.append(printable(rankings.sentence))
-        if rankings.disagree and rankings.offers_loss:
-            lines.append(f"{OFFER}: {OPTION} ranks and judges by it")
+    if judged.loss_agreement.words:
+        lines.append(printable(judged.loss_agreement.words))
     if check.samples:
         lines.append(
             f"self-check: worst relative error {number(check.worst_relative_error)} "

@@ -1,4 +1,4 @@
-"""Two runs side by side, in the formats that people and shells read."""
+"""Two runs side by side, on a terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from psgrad.reports.ci_text import clean, code, plain
+from psgrad.reports.ci import clean
 from psgrad.reports.tables import Table, TableColumn, number_column, table
 from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.words import MISSING, count, identifier, percentile
@@ -16,11 +16,6 @@ from psgrad.run.results.findings import Comparison
 from psgrad.wording import correlation
 
 TITLES = {"rose": "Rose most", "fell": "Fell most", "came": "Came", "went": "Went"}
-
-
-def render_comparison(result: Comparison, style: str) -> str:
-    """A comparison in one of the formats 'terminal', 'json' and 'markdown'."""
-    return {"terminal": _terminal, "json": _json, "markdown": _markdown}[style](result)
 
 
 def sentences(result: Comparison) -> list[str]:
@@ -40,18 +35,22 @@ def sentences(result: Comparison) -> list[str]:
 
 
 def tables(result: Comparison) -> list[Table]:
-    """A table for each change that there is, and one of the groups. Cells are on one line and bounded, ids
-    are not escaped.
-    """
+    """A table for each change that there is. Cells are on one line and bounded, ids are not escaped."""
+    columns = (
+        TableColumn("sample", lambda row: clean(identifier(row["id"])), key="id"),
+        number_column("score_a", "score in A"),
+        number_column("score_b", "score in B"),
+        number_column("percentile_a", "percentile in A", write=_percentile),
+        number_column("percentile_b", "percentile in B", write=_percentile),
+        number_column("moved", "moved", write=lambda value: MISSING if pd.isna(value) else f"{value:+.2f}"),
+        number_column("list", "list", write=str),
+    )
     found = []
     for change, title in TITLES.items():
         rows = result.changes[result.changes["change"] == change].to_dict("records")
         if rows:
             caption = f"{title} ({len(rows):,} of {result.counts[change]:,})"
-            found.append(table(change, caption, _CHANGES, rows))
-    if len(result.groups):
-        rows = result.groups.to_dict("records")
-        found.append(table("groups", "Groups, the least alike first", _GROUPS, rows))
+            found.append(table(change, caption, columns, rows))
     return found
 
 
@@ -59,54 +58,21 @@ def _percentile(value: float) -> str:
     return MISSING if pd.isna(value) else percentile(value)
 
 
-def _moved(value: float) -> str:
-    return MISSING if pd.isna(value) else f"{value:+.2f}"
-
-
-def _whole(value: int) -> str:
-    return f"{value:,}"
-
-
-_CHANGES = (
-    TableColumn("sample", lambda row: clean(identifier(row["id"])), key="id"),
-    number_column("score_a", "score in A"),
-    number_column("score_b", "score in B"),
-    number_column("percentile_a", "percentile in A", write=_percentile),
-    number_column("percentile_b", "percentile in B", write=_percentile),
-    number_column("moved", "moved", write=_moved),
-    number_column("list", "list", write=str),
-)
-_GROUPS = (
-    TableColumn("group", lambda row: clean(identifier(row["group"])), key="id"),
-    number_column("samples", "samples", write=_whole),
-    number_column("spearman", "rank correlation", write=correlation),
-    number_column("median_a", "median in A"),
-    number_column("median_b", "median in B"),
-    number_column("entered", "entered", write=_whole),
-    number_column("left", "left", write=_whole),
-)
-
-
-def _terminal(result: Comparison) -> str:
-    lines = io.StringIO()
-    lines.writelines(f"{clean(line)}\n" for line in (f"A: {result.a}", f"B: {result.b}", *sentences(result)))
-    lines.writelines(f"warning: {clean(warning)}\n" for warning in result.warnings)
-    for each in tables(result):
-        lines.write(f"\n{each.caption}\n")
-        print_table(each, lines)
-    return lines.getvalue()
-
-
-def _json(result: Comparison) -> str:
-    keys = ("a", "b", "score", "tail", "counts", "spearman", "warnings")
-    content = {
-        "version": 1,
-        **{key: getattr(result, key) for key in keys},
-        "changes": [_plain_values(row) for row in result.changes.to_dict("records")],
-        "groups": [_plain_values(row) for row in result.groups.to_dict("records")],
-    }
+def render_comparison(result: Comparison, style: str) -> str:
+    """A comparison in one of the formats 'terminal' and 'json'."""
     stream = io.StringIO()
-    write_json(content, stream)
+    if style == "json":
+        keys = ("a", "b", "score", "tail", "counts", "spearman", "warnings")
+        changes = [_plain_values(row) for row in result.changes.to_dict("records")]
+        about = {key: getattr(result, key) for key in keys}
+        write_json({"version": 1, **about, "changes": changes}, stream)
+        return stream.getvalue()
+    lines = [f"A: {result.a}", f"B: {result.b}", *sentences(result)]
+    lines += [f"warning: {warning}" for warning in result.warnings]
+    stream.writelines(f"{clean(line)}\n" for line in lines)
+    for each in tables(result):
+        stream.write(f"\n{each.caption}\n")
+        print_table(each, stream)
     return stream.getvalue()
 
 
@@ -117,18 +83,3 @@ def _plain_values(row: dict[Hashable, Any]) -> dict[str, Any]:
     }
     # Rows are floats in the frame, as one of the two may be missing.
     return found | {key: int(found[key]) for key in ("row_a", "row_b") if found.get(key) is not None}
-
-
-def _markdown(result: Comparison) -> str:
-    lines = [
-        f"### psgrad diff {code(clean(result.a))} {code(clean(result.b))}",
-        "",
-        *(f"- {plain(line)}" for line in sentences(result)),
-        *(f"- warning: {plain(clean(warning))}" for warning in result.warnings),
-    ]
-    for each in tables(result):
-        headings = [column.words for column in each.columns]
-        rows = [[code(row.cells[0]), *map(plain, row.cells[1:])] for row in each.rows]
-        lines += ["", f"#### {plain(each.caption)}", ""]
-        lines += [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
-    return "\n".join(lines) + "\n"

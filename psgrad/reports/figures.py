@@ -18,8 +18,6 @@ import pandas as pd
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.collections import PolyCollection
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
@@ -131,27 +129,16 @@ def plain_log_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def scatter(axes: Axes, rows: pd.DataFrame, across: str, look: tuple[str, str], words: str | None) -> None:
-    """A point a row, its loss against a column, `across`, as pixels in an SVG; look: (colour, marker 'o' or
-    'x'); words: for the legend.
+def scatter(
+    axes: Axes, rows: pd.DataFrame, columns: tuple[str, str], look: tuple[str, str], words: str | None
+) -> None:
+    """A point a row, one column across and one up, as pixels in an SVG; look: (colour, marker 'o' or 'x');
+    words: for the legend.
     """
     if len(rows):
-        colour, marker = look
-        width = 1.1 if marker == "x" else 0
-        points = axes.scatter(rows[across], rows["loss"], s=16, color=colour, marker=marker, label=words)
-        points.set(linewidths=width, alpha=0.7, rasterized=True)
-
-
-def binned(axes: Axes, x: Array, y: Array, colour: str = REST) -> PolyCollection:
-    """Samples by their numbers in the cells of a grid, darker for more of them (log shade), where there are
-    too many for points; on the scales that the axes have.
-    """
-    ends = ["#e4e9ef", REST, DARK] if colour == REST else ["#f7dcc6", REVIEW, "#7a3403"]
-    shades = LinearSegmentedColormap.from_list("shades", ends)
-    scales: dict[str, Any] = {"xscale": axes.get_xscale(), "yscale": axes.get_yscale()}
-    cells = axes.hexbin(x, y, gridsize=100, bins="log", mincnt=1, cmap=shades, linewidths=0, **scales)
-    cells.set_rasterized(True)
-    return cells
+        (across, up), (colour, marker) = columns, look
+        points = axes.scatter(rows[across], rows[up], s=16, color=colour, marker=marker, label=words)
+        points.set(linewidths=1.1 if marker == "x" else 0, alpha=0.7, rasterized=True)
 
 
 def rows_height(rows: int) -> float:

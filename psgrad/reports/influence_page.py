@@ -73,11 +73,11 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
     """The report as HTML."""
     manifest, facts = result.manifest, result.facts[0] if result.facts else {}
     queries = [shown_query(result, query) for query in reported_queries(result, MAX_CARDS)]
-    about = about_run(manifest, result.folder)
     coverage = manifest.influence.coverage
     return render_template(
         "influence.html",
-        **about | {"facts": [*fit_facts(result), *about["facts"]]},
+        **about_run(manifest, result.folder),
+        facts=fit_facts(result),
         **hint(result),
         title=title_of(manifest, "Which training examples made the model do this?"),
         result=result,

@@ -40,9 +40,7 @@ _CURVE_POINTS = 300
 
 def draw_influence_plots(result: InfluenceResult) -> list[Plot]:
     """All figures that this result has the data for, in reading order."""
-    plots = list[Plot]()
-    if result.manifest.influence.search is None:  # all rows have scores
-        plots += [score_distributions(result), cumulative(result)]
+    plots = [score_distributions(result), cumulative(result)]
     if "self_influence" in result.training and result.training["self_influence"].notna().any():
         plots.append(self_influence_against_loss(result))
     return plots
@@ -168,7 +166,7 @@ def self_influence_against_loss(result: InfluenceResult) -> Plot:
             (drawn[~wrong], REST, "o", "prediction is the label" if wrong.any() else None),
             (drawn[wrong], REVIEW, "x", "prediction differs from the label"),
         ):
-            scatter(axes, rows, "self_influence", (colour, marker), words)
+            scatter(axes, rows, ("self_influence", "loss"), (colour, marker), words)
         axes.set(xscale="log", yscale="log")
         across, unit = own_words(result), result.manifest.loss_unit
         axes.set_xlabel(textwrap.fill(f"self-influence (log scale): {across}", 110), parse_math=False)

@@ -70,7 +70,6 @@ def influence_content(result: InfluenceResult) -> dict[str, Any]:
         "measurement": result.measurement,
         "rank_stability": stability_numbers(result),
         "check": None if result.check is None else {**asdict(result.check), "words": result.check.words},
-        "search": result.manifest.influence.search,
         "warnings": result.warnings,
         "folder": result.folder,
         "scores": scores.to_dict("records"),
@@ -135,10 +134,7 @@ def _of(place: int, name: str) -> Writer:
 def summary(result: InfluenceResult) -> str:
     """What was done, in a line."""
     training, queries = result.training, result.queries
-    search, those = result.manifest.influence.search, count(len(training), "training example")
-    if search is not None:
-        those = f"{search['rows_scored']:,} of {those} found and"
-    said = [f"{those} scored for {count(len(queries), 'query')}"]
+    said = [f"{count(len(training), 'training example')} scored for {count(len(queries), 'query')}"]
     examples_gone, queries_gone = (int((frame["status"] != "ok").sum()) for frame in (training, queries))
     if examples_gone:
         said.append(

@@ -117,8 +117,8 @@ def beyond_note(result: InfluenceResult) -> str:
 
 
 def run_words(result: InfluenceResult) -> list[str]:
-    """Sentences about a run's checkpoints, damping and search, as far as they apply."""
-    return list(filter(None, (agreement_words(result), damping_words(result), search_words(result))))
+    """Sentences about a run's checkpoints and damping, as far as they apply."""
+    return list(filter(None, (agreement_words(result), damping_words(result))))
 
 
 def agreement_words(result: InfluenceResult) -> str:
@@ -138,23 +138,6 @@ def agreement_words(result: InfluenceResult) -> str:
             " themselves (column stable)"
         )
     return words
-
-
-def search_words(result: InfluenceResult) -> str:
-    """Which share of the strongest rows an approximate search has found; empty where all rows were read."""
-    facts = result.manifest.influence.search
-    if facts is None:
-        return ""
-    how = (
-        f"{facts['probes']:,} of {facts['lists']:,} lists were searched, and {facts['rows_scored']:,} of"
-        f" {facts['rows']:,} training examples scored, exactly"
-    )
-    return (
-        f"approximate search, recall@{facts['top']} {facts['recall']:.0%}: so many of the {facts['top']}"
-        " strongest of either sign were found, on average over"
-        f" {facts['measured']:,} of {facts['queries']:,} queries (lowest {facts['lowest_recall']:.0%}; all"
-        f" queries together {facts['recall_of_all']:.0%}); {how}"
-    )
 
 
 def damping_words(result: InfluenceResult) -> str:

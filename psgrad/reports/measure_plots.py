@@ -1,11 +1,8 @@
-"""The figures of measures: how their columns are distributed, spectra, matrices, and samples followed through
-training.
-"""
+"""The figures of measures: how their columns are distributed, spectra, and samples through training."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -26,55 +23,32 @@ from psgrad.reports.figures import (
     say_empty,
     styled,
 )
-from psgrad.reports.words import count, identifier, label, number, percent, shorten, shorten_middle, words_of
+from psgrad.reports.words import count, number, percent, shorten, words_of
 from psgrad.run.results import AnalyzeResult, MeasureResult
-from psgrad.wording import shorten_apart
 
 MAX_PANELS = 6
-MAX_SIDE = 240  # cells of a drawn matrix, in each direction
 MAX_LINES = 10
 MAX_FIGURES = 4  # of one measure
-MAX_TICKS = 8
-MAX_NAMES = 24
-MEANING_LIMIT = 320
-NAME_LIMIT = 24  # letters of a class's name beside a matrix
 
 _SPECTRUM = re.compile(r"eigenvalue|spectrum|singular")
 
 
 def measure_plots(result: AnalyzeResult, measure: MeasureResult) -> list[Plot]:
     """All figures of one measure, at most MAX_FIGURES."""
-    plots = []
+    samples, plots = result.samples, []
     columns = [
-        column
-        for column in measure.meanings
-        if column in result.samples and result.samples[column].dtype.kind in "fiub"
+        column for column in measure.meanings if column in samples and samples[column].dtype.kind in "fiub"
     ]
     if columns:
-        plots.append(histograms(measure, result.samples, columns[:MAX_PANELS]))
+        plots.append(histograms(measure, samples, columns[:MAX_PANELS]))
     if "checkpoints" in measure.numbers and {"loss", "grad_norm"} <= set(measure.arrays):
-        plots.append(trajectories(measure, result.samples))
+        plots.append(trajectories(measure, samples))
     for name, table in measure.tables.items():
-        if {"eigenvalue"} <= set(table) and len(table) > 2:
+        if "eigenvalue" in table and len(table) > 2:
             plots.append(spectrum(measure, name, table["eigenvalue"].to_numpy(np.float64)))
-        if {"class", "other_class", "mean_cosine"} <= set(table) and len(table) > 1:
-            plots.append(class_matrix(measure, table, result.class_names))
     for name, array in measure.arrays.items():
         if array.ndim == 1 and len(array) > 2 and _SPECTRUM.search(name):
             plots.append(spectrum(measure, name, array))
-        elif array.ndim == 2 and array.shape[0] == array.shape[1] > 1:
-            plots.append(matrix(measure, name, array, "sample, by its place in the matrix"))
-    agreement = measure.numbers.get("rank_correlation")
-    if (
-        isinstance(agreement, list)
-        and len(agreement) > 1
-        and all(isinstance(row, list) and len(row) == len(agreement) for row in agreement)
-    ):
-        places = [str(place) for place in range(1, len(agreement) + 1)]
-        correlations = np.array(agreement, dtype=np.float64)
-        plots.append(
-            matrix(measure, "rank_correlation", correlations, "checkpoint, in the order of training", places)
-        )
     return plots[:MAX_FIGURES]
 
 
@@ -93,14 +67,10 @@ def histograms(measure: MeasureResult, samples: pd.DataFrame, columns: list[str]
         said.append(f"{_histogram(axes, values[finite], listed[finite], words_of(column))}{missing}.")
     for axes in panels[len(columns) :]:
         axes.axis("off")
-    # A measure's unit is that of its first column: each column's own is in its meaning.
-    caption = " ".join(
-        f"{shorten(words_of(column), 60)}: {_sentence(measure.meanings[column])}" for column in columns
-    )
     return Plot(
         f"measure_{_file_name(measure.name)}",
         f"{measure.title}: distribution",
-        f"Samples per bin; orange: those on the review list or named as outliers. {caption} {' '.join(said)}",
+        f"Samples per bin; orange: those on the review list or named as outliers. {' '.join(said)}",
         figure,
     )
 
@@ -121,15 +91,10 @@ def spectrum(measure: MeasureResult, name: str, values: Array) -> Plot:
         count_axis(axes, "x")
     if len(positive):
         axes.set(yscale="log", ylabel=f"{words_of(name)} (log scale)")
-    total = float(ordered.sum())
-    words = (
-        f"{words_of(name)}: {count(len(ordered), 'value')}, the largest"
-        f" {number(ordered[0] if len(ordered) else None)}"
-    )
-    if total > 0:
+    largest = number(ordered[0] if len(ordered) else None)
+    words = f"{words_of(name)}: {count(len(ordered), 'value')}, the largest {largest}"
+    if (total := float(ordered.sum())) > 0:
         words += f", which is {percent(ordered[0] / total)} of their sum"
-        if len(ordered) > 10:
-            words += f"; the first ten are {percent(ordered[:10].sum() / total)} of it"
     return _plot(measure, name, f"{words}.", figure)
 
 
@@ -139,104 +104,36 @@ def _plot(measure: MeasureResult, name: str, caption: str, figure: Figure) -> Pl
     return Plot(file_name, f"{measure.title}: {words_of(name)}", caption, figure)
 
 
-def class_matrix(measure: MeasureResult, table: pd.DataFrame, class_names: list[str] | None) -> Plot:
-    """How alike two classes are, from a table with a row a pair of classes."""
-    both = pd.concat([table, table.rename(columns={"class": "other_class", "other_class": "class"})])
-    square = both.drop_duplicates(["class", "other_class"]).pivot(
-        index="class", columns="other_class", values="mean_cosine"
-    )
-    names = [shorten_middle(label(each, class_names), NAME_LIMIT) for each in square.index]
-    return matrix(measure, "mean_cosine_of_classes", square.to_numpy(np.float64), "class", names)
-
-
-@styled
-def matrix(
-    measure: MeasureResult, name: str, values: Array, each: str, names: Sequence[str] | None = None
-) -> Plot:
-    """A square matrix in shades, averaged down to at most MAX_SIDE cells a side. each: what its rows and
-    columns are. names: of them.
-    """
-    side = len(values)
-    shown = _averaged(values.astype(np.float64), MAX_SIDE)
-    figure, axes = figure_with_axes(4.6)
-    drawn = axes.imshow(
-        shown,
-        cmap="cividis",
-        extent=(-0.5, side - 0.5, side - 0.5, -0.5),
-        rasterized=True,
-    )
-    axes.grid(visible=False)
-    if names is not None and side <= MAX_NAMES:
-        slanted = max(map(len, names)) > 3
-        axes.set_xticks(
-            range(side),
-            names,
-            rotation=45 if slanted else 0,
-            ha="right" if slanted else "center",
-            parse_math=False,
-        )
-        axes.set_yticks(range(side), names, parse_math=False)
-    else:
-        count_axis(axes, "x")
-        count_axis(axes, "y")
-    axes.set(xlabel=each, ylabel=each)
-    figure.colorbar(drawn, ax=axes, shrink=0.85).outline.set_visible(False)  # type: ignore[operator]
-    if side <= MAX_TICKS:
-        for row in range(side):
-            for column in range(side):
-                dark = shown[row, column] < np.nanmean([np.nanmin(shown), np.nanmax(shown)])
-                colour = "#ffffff" if dark else "#101418"
-                said = _two_digits(float(shown[row, column]))
-                axes.text(column, row, said, size=8, ha="center", va="center", color=colour)
-    off = values[~np.eye(side, dtype=bool)].astype(np.float64)
-    words = (
-        f"{words_of(name)}, {side:,} by {side:,}: diagonal {_range(np.diag(values))}, the rest {_range(off)}."
-    )
-    caption = words + (" Neighbouring rows and columns are averaged." if side > MAX_SIDE else "")
-    return _plot(measure, name, caption, figure)
-
-
 @styled
 def trajectories(measure: MeasureResult, samples: pd.DataFrame) -> Plot:
     """Loss and gradient norm of the first listed samples at each checkpoint, over the band that holds the
     middle 90 % of all samples.
     """
-    checkpoints = [str(each) for each in measure.numbers["checkpoints"]]
-    steps = np.arange(len(checkpoints))
+    steps = np.arange(1, len(measure.numbers["checkpoints"]) + 1)
     worst = samples[samples["rank"].notna().to_numpy()].nsmallest(MAX_LINES, "rank")
     figure, panels = figure_with_panels(3.4, 2)
     said = []
     for axes, (name, words) in zip(panels, (("loss", "loss"), ("grad_norm", "gradient norm")), strict=True):
-        first = name == "loss"  # a part of the legend above each, as all of it is wider than one
         values = np.where(np.isfinite(measure.arrays[name]), measure.arrays[name], np.nan).astype(np.float64)
-        there = np.isfinite(values).any(axis=0)
-        low, middle, high = (
-            np.nanquantile(values[:, there], [0.05, 0.5, 0.95], axis=0) if there.any() else np.empty((3, 0))
-        )
-        band = axes.fill_between(steps[there], low, high, color=REST, alpha=0.25, linewidth=0)
-        (median,) = axes.plot(steps[there], middle, color=DARK, linewidth=2)
+        known = np.isfinite(values).any(axis=0)
+        low, middle, high = np.full((3, len(steps)), np.nan)
+        if known.any():
+            middles = np.nanquantile(values[:, known], [0.05, 0.5, 0.95], axis=0)
+            low[known], middle[known], high[known] = middles
+            first, last = number(middle[known][0]), number(middle[known][-1])
+            said.append(f"the median {words} goes from {first} to {last}")
+        axes.fill_between(steps, low, high, color=REST, alpha=0.25, linewidth=0, label="middle 90 % of all")
+        axes.plot(steps, middle, color=DARK, linewidth=2, label="median of all")
         lines = values[worst["index"].to_numpy(np.int64)].T
-        singles = axes.plot(steps, lines, "o-", color=REVIEW, linewidth=1, alpha=0.8, markersize=2.5)
-        if first:
-            band.set_label("middle 90 % of all")
-            median.set_label("median of all")
-        elif singles:
-            singles[0].set_label("first ranks")
-        log = (low > 0).all() and (values[np.isfinite(values)] > 0).all()
+        axes.plot(steps, lines, "o-", color=REVIEW, linewidth=1, alpha=0.8, markersize=2.5)
+        log = bool((values[np.isfinite(values)] > 0).all())
+        axes.set(xlabel="checkpoint, in the order of training", yscale="log" if log else "linear")
+        axes.set_ylabel(f"{words} (log scale)" if log else words)
+        count_axis(axes, "x")
         legend_above(axes, columns=2)
-        ticks = steps[:: -(-len(steps) // MAX_TICKS)]
-        axes.set_xticks(ticks, [str(each + 1) for each in ticks])
-        axes.set(
-            xlabel="checkpoint, in the order of training", ylabel=f"{words} (log scale)" if log else words
-        )
-        axes.set_yscale("log" if log else "linear")
-        if len(middle):
-            said.append(f"the median {words} goes from {number(middle[0])} to {number(middle[-1])}")
-    named = shorten_apart([identifier(name) for name in checkpoints[:MAX_TICKS]], 60)
-    names = ", ".join(f"{place}: {name}" for place, name in enumerate(named, start=1))
     caption = (
-        f"Samples at {count(len(checkpoints), 'checkpoint')}: {' and '.join(said)}. Orange: the first"
-        f" {len(worst)} ranks. Checkpoints: {names}{', …' if len(checkpoints) > MAX_TICKS else ''}."
+        f"Samples at {count(len(steps), 'checkpoint')}: {' and '.join(said)}. Orange: the first"
+        f" {len(worst)} ranks."
     )
     name = f"measure_{_file_name(measure.name)}_checkpoints"
     return Plot(name, f"{measure.title}: through training", caption, figure)
@@ -265,38 +162,6 @@ def _histogram(axes: Axes, values: Array, listed: Array, words: str) -> str:
     if axes.get_xscale() == "linear" and (values == values.round()).all():
         count_axis(axes, "x")
     return f"{words}: from {number(low)} to {number(high)}, median {number(float(np.median(values)))}"
-
-
-def _two_digits(value: float) -> str:
-    """Two significant digits, and more where two would make it a 1 that it is not."""
-    rounded = float(f"{value:.2g}")
-    return number(value) if abs(rounded) == 1 != abs(value) else number(rounded)
-
-
-def _sentence(meaning: str) -> str:
-    """A column's meaning in a caption."""
-    cut = shorten(meaning, MEANING_LIMIT)
-    return cut if cut.endswith("…") else f"{cut}."
-
-
-def _averaged(values: Array, most: int) -> Array:
-    """The matrix, blocks of it averaged so that no side is longer than `most`."""
-    step = -(-len(values) // most)
-    if step == 1:
-        return values
-    edges = np.arange(0, len(values), step)
-    sums = np.add.reduceat(np.add.reduceat(values, edges, axis=0), edges, axis=1)
-    sizes = np.diff([*edges, len(values)])
-    return np.asarray(sums / np.outer(sizes, sizes))
-
-
-def _range(values: Array) -> str:
-    finite = values[np.isfinite(values)]
-    return (
-        f"{number(float(finite.min()))} to {number(float(finite.max()))}"
-        if len(finite)
-        else "without a finite value"
-    )
 
 
 def _file_name(name: str) -> str:

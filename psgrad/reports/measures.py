@@ -10,8 +10,8 @@ import pandas as pd
 from psgrad.reports.figures import Plot
 from psgrad.reports.page import data_uri
 from psgrad.reports.tables import Pairs, Table, TableColumn, Writer, table
-from psgrad.reports.words import FACT_LIMIT, brief, cell, flat_words, key_of, label, words_of
-from psgrad.run.results import AnalyzeResult, MeasureResult
+from psgrad.reports.words import brief, cell, flat_words, key_of, label, words_of
+from psgrad.run.results import AnalyzeResult
 
 MAX_MEASURES = 40
 MAX_TABLES = 4
@@ -25,7 +25,7 @@ CLASS_COLUMNS = ("class", "other_class")  # of measures' tables: classes by thei
 @dataclass(frozen=True)
 class MeasureSection:
     """What the page says of a measure. about: its formula, unit and source. numbers: of the whole dataset.
-    columns: with the meanings of those that it brought. figures: each with its data URI. left_out: figures
+    columns: the meanings of those that it brought. figures: each with its data URI. left_out: figures
     that would make the page too large.
     """
 
@@ -33,7 +33,7 @@ class MeasureSection:
     title: str
     about: Pairs
     numbers: Pairs
-    columns: Sequence[TableColumn]
+    columns: Pairs
     figures: Sequence[tuple[Plot, str]]
     left_out: Sequence[Plot]
     tables: Sequence[Table]
@@ -55,48 +55,42 @@ def measure_sections(
             else:
                 left_out.append(plot)
         about = [("Formula", measure.formula), ("Unit", measure.unit), ("Source", measure.source)]
+        meanings = measure.meanings.items()
+        tables = [
+            frame_table(
+                f"measure-{place}-{number}", f"{measure.title}: {words_of(name)}", frame, result.class_names
+            )
+            for number, (name, frame) in enumerate(list(measure.tables.items())[:MAX_TABLES])
+            if len(frame)
+        ]
         yield MeasureSection(
             anchor=f"measure-{place}",
             title=brief(measure.title or measure.name, 100),
             about=[(name, brief(str(value), ABOUT_LIMIT)) for name, value in about if value],
             numbers=flat_words(measure.numbers, ABOUT_LIMIT)[:MAX_NUMBERS],
-            columns=[
-                TableColumn(words_of(column), meaning=brief(meaning, FACT_LIMIT))
-                for column, meaning in measure.meanings.items()
-            ],
+            columns=[(words_of(column), brief(meaning, ABOUT_LIMIT)) for column, meaning in meanings],
             figures=figures,
             left_out=left_out,
-            tables=measure_tables(place, measure, result.class_names),
+            tables=tables,
         )
 
 
-def measure_tables(place: int, measure: MeasureResult, class_names: Sequence[str] | None) -> list[Table]:
-    """The first tables of a measure."""
-    return [
-        frame_table((f"measure-{place}-{number}", f"{measure.title}: {words_of(name)}"), frame, class_names)
-        for number, (name, frame) in enumerate(list(measure.tables.items())[:MAX_TABLES])
-        if len(frame)
-    ]
-
-
-def frame_table(
-    name_and_caption: tuple[str, str], frame: pd.DataFrame, class_names: Sequence[str] | None
-) -> Table:
+def frame_table(name: str, caption: str, frame: pd.DataFrame, class_names: Sequence[str] | None) -> Table:
     """Any frame as a table: its first rows and columns, and how many there are. Classes have their names,
     where these are known.
     """
     shown = frame.iloc[:MAX_ROWS, :MAX_COLUMNS]
     columns = []
-    for place, name in enumerate(shown.columns):
-        named = class_names is not None and name in CLASS_COLUMNS
+    for place, heading in enumerate(shown.columns):
+        named = class_names is not None and heading in CLASS_COLUMNS
         write = _at(place, (lambda value: label(value, class_names)) if named else cell)
         numeric = pd.api.types.is_numeric_dtype(shown.dtypes.iloc[place]) and not named
-        columns.append(TableColumn(words_of(name), write, numeric, key_of(name)))
+        columns.append(TableColumn(words_of(heading), write, numeric, key_of(heading)))
     rows = zip(*(shown.iloc[:, place].tolist() for place in range(shown.shape[1])), strict=True)
     sizes = ((len(frame), MAX_ROWS, "rows"), (frame.shape[1], MAX_COLUMNS, "columns"))
     left_out = " and ".join(f"{there:,} {what}" for there, most, what in sizes if there > most)
     note = f"The first {min(len(frame), MAX_ROWS):,} rows of {left_out} are shown." if left_out else ""
-    return table(*name_and_caption, columns, rows, note=note)
+    return table(name, caption, columns, rows, note=note)
 
 
 def _at(place: int, write: Writer) -> Writer:

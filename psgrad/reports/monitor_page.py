@@ -25,7 +25,6 @@ from psgrad.reports.figures import (
     styled,
 )
 from psgrad.reports.page import render_template
-from psgrad.reports.tables import TableColumn, table
 from psgrad.reports.words import number, percent
 
 MAX_ROWS = 200  # of the table of named rows
@@ -57,15 +56,6 @@ def render(tables: dict[str, pd.DataFrame], plots: list[Plot]) -> str:
     """The page as HTML."""
     steps, rows = tables["steps"], tables["rows"]
     named = rows[rows["reason"].notna()] if len(rows) else rows
-    columns = [
-        TableColumn("step", lambda row: f"{row.step:,}", numeric=True),
-        TableColumn("id", lambda row: str(row.place) if pd.isna(row.id) else str(row.id), key="id"),
-        TableColumn("reason", lambda row: row.reason, key="reasons"),
-        TableColumn("loss", lambda row: number(row.loss), numeric=True),
-        TableColumn("gradient norm", lambda row: number(row.grad_norm), numeric=True),
-        TableColumn("cosine", lambda row: number(row.cosine), numeric=True),
-    ]
-    shown = [*named.head(MAX_ROWS).itertuples()] if len(named) else []
     known = steps["noise_scale"].dropna() if len(steps) else pd.Series(dtype=float)
     return render_template(
         "monitor.html",
@@ -77,8 +67,7 @@ def render(tables: dict[str, pd.DataFrame], plots: list[Plot]) -> str:
             (number(known.iloc[-1]) if len(known) else "none", "gradient noise scale at the end, in rows"),
         ],
         rows=len(named),
-        shown=len(shown),
-        named=table("named", "Rows of spikes", columns, shown),
+        named=[*named.head(MAX_ROWS).itertuples()],
         plots=plots,
     )
 

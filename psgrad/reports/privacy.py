@@ -9,7 +9,7 @@ from dataclasses import asdict
 from decimal import ROUND_CEILING, Context
 from typing import Any, TextIO
 
-from psgrad.reports.tables import Table, TableColumn, Writer, table
+from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import MISSING, count, number
 from psgrad.run.results.privacy import DPPlanResult, DPStepResult
@@ -20,21 +20,6 @@ RELATIONS = {
     "replace_one": "neighbouring datasets differ by one record that is replaced by another",
     "zero_out": "neighbouring datasets differ by one record that is replaced by one without a gradient",
 }
-PRIVATE_WARNING = "NOT PRIVATE: what follows depends on single records, and no guarantee covers it"
-SHOWN_STEPS = 10
-
-
-_BESIDE_OTHERS = (
-    " a kernel that rounds a record differently beside other records (privacy.records: alone has none beside"
-    " it),"
-)
-
-
-def _alone(step: dict[str, Any]) -> bool:
-    """Whether each record was computed by itself."""
-    return any(
-        each["name"] == "kernels" and each["status"] == "checked" for each in step.get("assumptions", [])
-    )
 
 
 def guarantee(step: dict[str, Any]) -> str:
@@ -47,35 +32,35 @@ def guarantee(step: dict[str, Any]) -> str:
     elif math.isinf(spent):
         promise = "no privacy is promised: epsilon is infinite"
     else:
-        promise = (
-            f"(epsilon {epsilon(spent)}, delta {compact(step['delta'])})-differential privacy by {accountant}"
+        pair = f"epsilon {epsilon(spent)}, delta {compact(step['delta'])}"
+        promise = f"({pair})-differential privacy by {accountant}"
+    parts = [
+        f"{promise}, after {count(step['steps'], 'step')}, for {step['unit']}",
+        RELATIONS[step["relation"]],
+        sampling_words(step),
+        "seeded, so that no guarantee holds against who knows the seed" if seeded(step) else "no seed",
+    ]
+    if (budget := step.get("budget")) is not None:
+        parts.append(
+            "all runs on these data that name their budget, with settings that do not follow from the"
+            f" results of others, stay within epsilon {compact(budget['epsilon'])} at delta"
+            f" {compact(budget['delta'])} together"
         )
-    budget = step.get("budget")
-    shared = (
-        ""
-        if budget is None
-        else "; all runs on these data that name their budget, with settings that do not follow from the"
-        " results of others, stay within epsilon"
-        f" {compact(budget['epsilon'])} at delta {compact(budget['delta'])} together"
-    )
-    return (
-        f"{promise}, after {count(step['steps'], 'step')}, for {step['unit']}; {RELATIONS[step['relation']]};"
-        f" {sampling_words(step)};"
-        f" {'seeded, so that no guarantee holds against who knows the seed' if seeded(step) else 'no seed'}"
-        f"{shared};"
-        f" {rounding_words(step)}; not covered: how long steps take and how much memory they need,"
-        f"{'' if _alone(step) else _BESIDE_OTHERS} and"
-        " what the model's code keeps outside of the model and the loss (global variables, files)"
-    )
-
-
-def rounding_words(step: dict[str, Any]) -> str:
-    """What floating point does to the noise."""
-    residual = epsilon(step["rounding"]["residual_epsilon"])
-    return (
+    parts.append(
         "released numbers are rounded to a public grid, and what is left of floating point adds at most"
-        f" {residual} to epsilon"
+        f" {epsilon(step['rounding']['residual_epsilon'])} to epsilon"
     )
+    assumptions = step.get("assumptions", [])
+    alone = any(each["name"] == "kernels" and each["status"] == "checked" for each in assumptions)
+    beside = (
+        " a kernel that rounds a record differently beside other records (privacy.records: alone has none"
+        " beside it),"
+    )
+    parts.append(
+        f"not covered: how long steps take and how much memory they need,{'' if alone else beside} and what"
+        " the model's code keeps outside of the model and the loss (global variables, files)"
+    )
+    return "; ".join(parts)
 
 
 def tightest(step: dict[str, Any]) -> tuple[float | None, str]:
@@ -123,7 +108,7 @@ def write_budget(result: BudgetResult, style: str, stream: TextIO) -> None:
         TableColumn("reserved", lambda run: f"{run.reserved:,}", True),
         TableColumn("noise multiplier", _multipliers_words, True),
         TableColumn("epsilon alone", lambda run: epsilon(run.epsilon), True),
-        TableColumn("sampling", lambda run: "; ".join(_drawn_words(each) for each in run.sampling)),
+        TableColumn("sampling", lambda run: "; ".join(map(drawn_words, run.sampling))),
     ]
     stream.write(f"{facts_lines(facts)}\n")
     print_table(table("", "Runs", columns, result.runs), stream)
@@ -136,28 +121,15 @@ def _multipliers_words(run: BudgetRun) -> str:
     return number(least) if least == most else f"{number(least)} to {number(most)}"
 
 
-def write_private_steps(result: DPStepResult, stream: TextIO) -> None:
-    """The latest steps' batch sizes, losses and norms, under the warning that they are not private."""
-    stream.write(f"{PRIVATE_WARNING}\n")
-    columns = [TableColumn(name.replace("_", " "), _cell(name), True) for name in result.steps.columns]
-    print_table(table("", "Steps", columns, result.steps.tail(SHOWN_STEPS).to_dict("records")), stream)
-
-
-def _cell(name: str) -> Writer:
-    return lambda row: f"{row[name]:,}" if isinstance(row[name], int) else number(row[name])
-
-
 def write_plan_of_noise(result: DPPlanResult, style: str, stream: TextIO) -> None:
     """style: 'terminal', the setting and a row a multiplier, or 'json', one object."""
     if style == "json":
         keys = ("noise_multiplier", "noise_std", "epsilon_rdp", "epsilon_pld", "configured")
         plans = [{key: getattr(row, key) for key in keys} for row in result.rows]
-        write_json({**result.setting, "plans": plans, "plot": result.plot}, stream)
+        write_json({**result.setting, "plans": plans}, stream)
         return
     stream.write(facts_lines(plan_facts(result)) + "\n")
     print_table(plan_table(result), stream)
-    if result.plot is not None:
-        stream.write(f"\n{result.plot}\n")
 
 
 def step_facts(result: DPStepResult) -> list[tuple[str, str]]:
@@ -165,33 +137,21 @@ def step_facts(result: DPStepResult) -> list[tuple[str, str]]:
     noisy sums.
     """
     step = result.step
-    facts = [
+    insecure = "--insecure-deterministic: who knows the seed can draw the noise again, and take it off"
+    divisor = compact(step["expected_batch_size"])
+    return [
         ("privacy spent", spent_words(step)),
+        *([("warning", insecure)] if seeded(step) else []),
         (
             "after",
             f"{step['steps']:,} of {count(step['planned_steps'], 'planned step')}{_planned_words(step)}",
         ),
         *_setting_facts(step),
         ("generator", str(step["generator"])),
-        (
-            "update",
-            (
-                f"{step['optimizer']['name']} of the noisy sum /"
-                f" {compact(step['expected_batch_size'])}{_trainable_words(step)}"
-            ),
-        ),
+        ("update", f"{step['optimizer']['name']} of the noisy sum / {divisor}{_trainable_words(step)}"),
         ("public", f"{result.folder / 'public'}: what the guarantee covers"),
         ("private", f"{result.folder / 'private'}: NOT PRIVATE: keep it secret"),
     ]
-    if seeded(step):
-        facts.insert(
-            1,
-            (
-                "warning",
-                "--insecure-deterministic: who knows the seed can draw the noise again, and take it off",
-            ),
-        )
-    return facts
 
 
 def plan_facts(result: DPPlanResult) -> list[tuple[str, str]]:
@@ -241,10 +201,10 @@ def spent_words(step: dict[str, Any]) -> str:
 
 def sampling_words(step: dict[str, Any]) -> str:
     """How batches are drawn, and accounted."""
-    return _drawn_words(step["sampling"])
+    return drawn_words(step["sampling"])
 
 
-def _drawn_words(sampling: dict[str, Any]) -> str:
+def drawn_words(sampling: dict[str, Any]) -> str:
     if sampling["scheme"] == "fixed":
         return f"fixed batches of {count(sampling['batch_size'], 'record')}, without amplification"
     return f"Poisson sampling, each record by itself with probability {compact(sampling['sample_rate'])}"
@@ -282,23 +242,15 @@ def _setting_facts(step: dict[str, Any]) -> list[tuple[str, str]]:
     if step.get("clipping"):
         facts.append(("clipping", _clipping_words(step["clipping"])))
     if step.get("noise_multiplier") is not None:
-        facts.append(("noise", _noise_words(step)))
-    elif step.get("sensitivity") is not None:
-        facts.append(
-            (
-                "noise",
-                f"{step['mechanism']}, a multiple of the sensitivity"
-                f" {number(step['sensitivity'])} on the sum",
-            )
+        noise = (
+            f", standard deviation {number(step['noise_std'])} on the sum ="
+            f" {number(step['noise_multiplier'])} x sensitivity {number(step['sensitivity'])}"
         )
+        facts.append(("noise", f"{step['mechanism']}{noise}"))
+    elif step.get("sensitivity") is not None:
+        words = f", a multiple of the sensitivity {number(step['sensitivity'])} on the sum"
+        facts.append(("noise", f"{step['mechanism']}{words}"))
     return facts
-
-
-def _noise_words(step: dict[str, Any]) -> str:
-    return (
-        f"{step['mechanism']}, standard deviation {number(step['noise_std'])} on the sum ="
-        f" {number(step['noise_multiplier'])} x sensitivity {number(step['sensitivity'])}"
-    )
 
 
 def _clipping_words(clipping: dict[str, Any]) -> str:

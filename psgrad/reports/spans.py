@@ -4,7 +4,6 @@ vision, and in grey they are dark.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -67,8 +66,8 @@ def level_of(value: float, scale: float) -> int:
 
 
 def pieces_of(ids: Array, text: str | None) -> tuple[list[str], list[int]]:
-    """(pieces of text, how many positions each stands for): characters, UTF-8 bytes or words of the text,
-    whichever there are as many of as positions [t]; else the ids themselves, each behind its position.
+    """(pieces of text, how many positions each stands for): characters of the text, where there are as many
+    of them, or of their UTF-8 bytes, as positions [t]; else the ids themselves, each behind its position.
     """
     positions = len(ids)
     if text is not None:
@@ -77,29 +76,11 @@ def pieces_of(ids: Array, text: str | None) -> tuple[list[str], list[int]]:
         sizes = [len(letter.encode("utf-8", "surrogatepass")) for letter in text]
         if sum(sizes) == positions:
             return list(text), sizes
-        words = re.findall(r"^\s*\S+\s*|\S+\s*", text)
-        if len(words) == positions:
-            return words, [1] * positions
     return _numbered(ids), [1] * positions
 
 
 def _numbered(ids: Array) -> list[str]:
     return [f"{position}:{value} " for position, value in enumerate(ids.tolist())]
-
-
-def _apart(tokens: list[str], alone: list[bool]) -> list[str]:
-    """Each token with a mark behind it, unless it ends in a space or the next begins with one: of tokens in a
-    row none tells where it ends. The mark is a space for tokens without spaces of their own, and beside those
-    that are no part of a word, `alone`; else it is a dot, as a space would make two words of one.
-    """
-    with_spaces = any(token[:1].isspace() or token[-1:].isspace() for token in tokens)
-    following = [*zip(tokens[1:], alone[1:], strict=True), (" ", True)]
-    return [
-        token
-        if token[-1:].isspace() or after[:1].isspace()
-        else f"{token}{' ' if not with_spaces or own or other else '·'}"
-        for token, own, (after, other) in zip(tokens, alone, following, strict=True)
-    ]
 
 
 def unpadded(ids: Array, padding: int | None = None) -> tuple[int, int, int | None]:
@@ -144,8 +125,9 @@ def spans_of(
         pieces, sizes = pieces_of(ids, text)
         if pieces == _numbered(ids):
             if vocabulary:
-                named = [vocabulary.get(int(each), f"[{each}]") for each in ids.tolist()]
-                pieces = _apart(named, [each in special or each not in vocabulary for each in ids.tolist()])
+                pieces = [vocabulary.get(each, f"[{each}]") for each in ids.tolist()]
+                if not any(piece[:1].isspace() or piece[-1:].isspace() for piece in pieces):
+                    pieces = [f"{piece} " for piece in pieces]  # tokens without spaces of their own
             else:
                 notes.append("position:id, as the dataset has no tokenizer that tells the words")
     ends = np.cumsum([0, *sizes])

@@ -16,8 +16,7 @@ Writer = Callable[[Any], str]
 class TableColumn:
     """A column of a table: its heading, and how a row's cell is written.
 
-    key: by which the filter knows it; meaning: what it says, with its unit; sorted: whether the rows are in
-    its order.
+    key: by which the filter knows it; meaning: what it says, with its unit.
     """
 
     words: str
@@ -25,18 +24,13 @@ class TableColumn:
     numeric: bool = False
     key: str = ""
     meaning: str = ""
-    sorted: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
-    """Cells in words, one a column. sample: the row of the dataset that it is about. only: the key of what
-    belongs to it in the table of samples. differs: keys of cells that are set off.
-    """
+    """Cells in words, one a column. differs: keys of cells that are set off."""
 
     cells: Sequence[str]
-    sample: int | None = None
-    only: str = ""
     differs: tuple[str, ...] = ()
 
 
@@ -58,11 +52,13 @@ def table(
     caption: str,
     columns: Sequence[TableColumn],
     things: Iterable[Any],
-    marks: Callable[[Any], dict[str, Any]] = lambda _: {},
+    differs: Callable[[Any], tuple[str, ...]] = lambda _: (),
     note: str = "",
 ) -> Table:
-    """A row a thing, with the cells that the columns write. marks: the other fields of its `Row`."""
-    rows = [Row([column.write(thing) for column in columns], **marks(thing)) for thing in things]
+    """A row a thing, with the cells that the columns write. differs: the keys of the cells that are set
+    off.
+    """
+    rows = [Row([column.write(thing) for column in columns], differs(thing)) for thing in things]
     return Table(name, caption, columns, rows, note)
 
 

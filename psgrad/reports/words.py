@@ -128,38 +128,16 @@ def key_of(name: Any) -> str:
 
 def flat_words(facts: Mapping[str, Any], limit: int, before: str = "") -> list[tuple[str, str]]:
     """Each fact that is no mapping as (name, value in words); a nested one's name has all names above it.
-    Facts without a value (None) are left out, and matrices, which can be read as figures.
+    Facts without a value (None) are left out, and matrices, which are in measures.json.
     """
     found: list[tuple[str, str]] = []
     for key, value in facts.items():
-        if key.endswith("_interval") and key.removesuffix("_interval") in facts:
-            continue
         name = f"{before} {words_of(key)}".strip()
         if isinstance(value, Mapping):
             found += flat_words(value, limit, name)
         elif value is not None and not _is_matrix(value):
-            found.append(
-                (brief(name[:1].upper() + name[1:], 80), brief(_plain(value) + _interval(facts, key), limit))
-            )
+            found.append((brief(name[:1].upper() + name[1:], 80), brief(_plain(value), limit)))
     return found
-
-
-def _interval(facts: Mapping[str, Any], key: str) -> str:
-    """The interval of a number, shown beside it. Its level is written once for all numbers."""
-    bounds = facts.get(f"{key}_interval")
-    if not isinstance(bounds, list | tuple) or len(bounds) != 2:
-        return ""
-    low, high = bounds
-    level = facts.get("level")
-    ends = (
-        f"{number(low)} to {number(high)}"
-        if None not in bounds
-        else f"from {number(low)} on"
-        if high is None
-        else f"up to {number(high)}"
-    )
-    said = f"{100 * level:.3g} % interval" if isinstance(level, float) else "interval"
-    return f" ({said}: {ends})"
 
 
 def _is_matrix(value: Any) -> bool:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from psgrad.errors import OutputError, OutputExistsError, one_line
+from psgrad.errors import OutputError, OutputExistsError
 from psgrad.run import durable_files
-from psgrad.run.folder_lock import FolderLock, require_unlocked
+from psgrad.run.durable_files import FolderLock
 from psgrad.run.ledger_lines import has_begun
 from psgrad.wording import json_values
 
@@ -171,7 +171,7 @@ class RunFolder:
                 f"the output folder {path} holds an earlier run; expected a new or empty folder",
                 hint="choose another --output, or replace the earlier run with --overwrite",
             )
-        require_unlocked(path)
+        FolderLock(path, alone=True).release()
 
     def _clear(self) -> None:
         # The manifest stays until create() replaces it: a crash half-way leaves a folder that can be
@@ -264,9 +264,8 @@ class RunFolder:
         text = json.dumps(json_values(content), indent=2, ensure_ascii=False, allow_nan=False)
         self.write_bytes(name, (text + "\n").encode("utf-8", "backslashreplace"))
 
-    def write_bytes(self, name: str, data: bytes | memoryview, mode: int | None = None) -> None:
-        """Write one file of the run, in a folder below if `name` has slashes. mode: of the file; None for
-        that of the process.
+    def write_bytes(self, name: str, data: bytes | memoryview, mode: int = 0o666) -> None:
+        """Write one file of the run, in a folder below if `name` has slashes. mode: see `write_atomically`.
 
         Raises:
             OutputError: the disk is full, or the file can't be written; the file is then as it was before.
@@ -284,14 +283,10 @@ class RunFolder:
                 f"{target} can't be written: {error.strerror or error}",
                 hint="check the folder and its permissions",
             )
-        what_is_kept = self._kept()
         return OutputError(
             f"the disk is full or over quota: {target} can't be written ({error.strerror}); expected"
             f" {wanted:,} free bytes for this file",
-            hint=one_line(
-                f"no space; what was written before is whole{f': {what_is_kept}' if what_is_kept else ''}",
-                self.after_more_space,
-            ),
+            hint="; ".join(filter(None, (self._kept(), self.after_more_space))),
         )
 
     def _kept(self) -> str:

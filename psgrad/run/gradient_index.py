@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +17,7 @@ import numpy as np
 from psgrad import __version__
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.run import durable_files, index_files
-from psgrad.run.folder_lock import FolderLock
+from psgrad.run.durable_files import FolderLock
 from psgrad.run.index_files import Arrays
 
 DESCRIPTION = "index.json"
@@ -28,7 +27,7 @@ _MARK = "psgrad influence index"
 _RESUME = "psgrad influence index CONFIG --resume"
 _OVERWRITE = "build the index again: psgrad influence index CONFIG --overwrite"
 # The files of an index, and those of a process that was killed while it wrote one.
-_OWN = ("*.safetensors", "*.faiss", ".*.safetensors.*.tmp", ".*.faiss.*.tmp")
+_OWN = ("*.safetensors", ".*.safetensors.*.tmp")
 _SECONDS_TO_MAKE_FOLDER = 60.0  # a part that begins does so within this time, and others wait for it
 
 
@@ -59,7 +58,6 @@ class GradientIndex:
         checkpoint-000/gradients-00000.safetensors    the first rows
         checkpoint-000/gradients-00001.safetensors    the next ones
         checkpoint-000/sums.safetensors               written last
-        checkpoint-000/lists.faiss                    of an approximate search, see RowLists
 
     A shard is there under its name when all of it is written and synced, and not before; that is its
     `written` state. To add rows is to add shards. To delete rows is to list them in `index.json`: they stay
@@ -292,34 +290,12 @@ class GradientIndex:
                 some = index_files.as_slice(self._places[shard][start : start + most])
                 yield rows.start + start, {name: array[some] for name, array in mapped.items()}
 
-    def chosen(self, checkpoint: int, rows: np.ndarray, most: int) -> Iterator[tuple[int, Arrays]]:
-        """Some rows of a checkpoint, at most `most` at a time: (how many came before, arrays).
-
-        rows: [c], rising. Of the files only the parts with these rows are read.
-        """
-        for shard, own in enumerate(self.shards):
-            first, last = np.searchsorted(rows, (own.start, own.stop)).tolist()
-            mapped = self._mapped(checkpoint, shard, None) if first < last else {}
-            for start in range(first, last, most):
-                some = self._places[shard][rows[start : min(start + most, last)] - own.start]
-                yield start, {name: array[some] for name, array in mapped.items()}
-
     def _mapped(self, checkpoint: int, shard: int, names: Sequence[str] | None) -> Arrays:
         """The arrays of a shard's file, of some names only, without copies."""
         with self._opened(checkpoint, shard) as file:
             stored = list(file.keys())
         wanted = [name for name in stored if names is None or name in names]
         return index_files.mapped(self.file(checkpoint, shard), wanted)
-
-    def identity_of_rows(self, checkpoint: int) -> str:
-        """A hash of what the rows of a checkpoint are of, and of their numbers, by the hashes in their
-        files.
-        """
-        digest = sha256(self._id.encode())
-        for shard in range(len(self.shards)):
-            with self._opened(checkpoint, shard) as file:
-                digest.update(file.metadata()[index_files.SEAL].encode())
-        return digest.hexdigest()
 
     def _is_written(self, checkpoint: int, shard: int | None) -> bool:
         """Raises OutputError for a file with other numbers than were written."""

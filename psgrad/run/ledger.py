@@ -11,8 +11,7 @@ so that a lost or changed line shows. It shows accidents and careless edits; a p
 deceive can write a whole new chain.
 
 A process killed inside a write leaves an unfinished line. Nothing was released for it, as `append` had not
-returned. The process that resumes ends it with ` [unfinished]` and says in its resume line how many bytes
-there are, so that all other damage can be told from it.
+returned, and the process that resumes cuts it off.
 
 A budget is a ledger of the same form that several runs write to (budget.py): `shared` makes one that is
 locked for each line, or for a few that belong together (`held`), in place of the life of its process.
@@ -36,7 +35,6 @@ from psgrad.run.ledger_lines import (
     NOTE,
     RESUME,
     STEP,
-    UNFINISHED,
     LedgerContent,
     LedgerLines,
     bytes_of,
@@ -45,11 +43,10 @@ from psgrad.run.ledger_lines import (
     require_begun,
     require_mark,
     require_same_run,
-    torn,
     unreadable,
 )
 
-_OWN_KEYS = ("kind", "position", "previous", "torn", "tool", "format")
+_OWN_KEYS = ("kind", "position", "previous", "tool", "format")
 
 
 class Ledger(LedgerLines):
@@ -98,10 +95,10 @@ class Ledger(LedgerLines):
         """
         ledger, content = cls._opened(path, os.O_CREAT, alone=False)
         try:
-            if not content.lines:
-                ledger._begin(header, content)
+            if content.lines:
+                ledger._mend(content)
             else:
-                ledger._end_line(content)
+                ledger._begin(header, content)
         finally:
             os.close(ledger._descriptor)
         return ledger
@@ -113,7 +110,7 @@ class Ledger(LedgerLines):
         self._descriptor = _open(self.path, 0, alone=False)
         try:
             self._require_as_left(longer=True)
-            self._end_line(self._read_on())
+            self._mend(self._read_on())
             yield
         finally:
             os.close(self._descriptor)  # which unlocks it
@@ -155,7 +152,8 @@ class Ledger(LedgerLines):
                     " with it",
                     hint="resume again",
                 )
-            ledger._write(RESUME, _without_own_keys(note), content)
+            ledger._mend(content)
+            ledger._write(RESUME, _without_own_keys(note))
         except BaseException:
             ledger.close()
             raise
@@ -188,7 +186,7 @@ class Ledger(LedgerLines):
         """
         if kind not in (STEP, NOTE):
             raise ValueError(f"{kind!r} lines can't be appended: {STEP!r} and {NOTE!r} can")
-        self._write(kind, _without_own_keys(content), None)
+        self._write(kind, _without_own_keys(content))
 
     def close(self) -> None:
         """Let other processes have the ledger."""
@@ -226,7 +224,8 @@ class Ledger(LedgerLines):
                 f"{self.path} exists and is not a ledger",
                 hint="choose another place",
             )
-        self._write(HEADER, {"tool": "psgrad", "format": FORMAT, **_without_own_keys(header)}, content)
+        self._mend(content)
+        self._write(HEADER, {"tool": "psgrad", "format": FORMAT, **_without_own_keys(header)})
 
     def _read_on(self) -> LedgerContent:
         """Take in what the file holds behind what is known of it."""
@@ -235,37 +234,35 @@ class Ledger(LedgerLines):
         self.lines, self.digests, self._size = list(content.lines), list(content.digests), len(data)
         return content
 
-    def _end_line(self, content: LedgerContent) -> None:
-        """Account for a line that another process of a shared ledger was killed in."""
-        if content.unfinished or content.open_ended:
-            self._write(RESUME, {}, content)
+    def _mend(self, content: LedgerContent) -> None:
+        """Cut off a line that a process was killed in, and end one that lacks its newline alone."""
+        try:
+            if content.unfinished:
+                self._size -= len(content.unfinished)
+                durable_files.cut(self._descriptor, self._size)
+            elif content.open_ended:
+                self._size += 1
+                durable_files.write_all(self._descriptor, b"\n")
+        except OSError as error:
+            raise _unwritten(self.path, error) from error
 
-    def _write(self, kind: str, content: Mapping[str, Any], before: LedgerContent | None) -> None:
-        """Add a line, after what the end of the file, in `before`, needs to be in order."""
-        own: dict[str, Any] = {
-            "kind": kind,
-            "position": self.position,
-            "previous": self.digests[-1] if self.digests else None,
-        }
-        opening = b""
-        if before is not None and before.unfinished:
-            opening = UNFINISHED
-            own["torn"] = torn(before.unfinished + opening)
-        elif before is not None and before.open_ended:
-            opening = b"\n"
+    def _write(self, kind: str, content: Mapping[str, Any]) -> None:
+        """Add a line."""
+        previous = self.digests[-1] if self.digests else None
+        own = {"kind": kind, "position": self.position, "previous": previous}
         text = json.dumps({**own, **content}, allow_nan=False)
         line = text.encode() + b"\n"
         self._require_as_left()
         self._sound = False
         try:
-            durable_files.write_all(self._descriptor, opening + line)
+            durable_files.write_all(self._descriptor, line)
             durable_files.sync(self._descriptor)
         except OSError as error:
             raise _unwritten(self.path, error) from error
         self._sound = True
         self.lines.append(json.loads(text))
         self.digests.append(hashlib.sha256(line).hexdigest())
-        self._size += len(opening + line)
+        self._size += len(line)
 
     def _require_sound(self) -> None:
         """Raises LedgerError where a write failed before, or the ledger was closed."""

@@ -14,7 +14,6 @@ from psgrad.run.identity import require_same
 
 FORMAT = 1
 HEADER, STEP, RESUME, NOTE = "header", "step", "resume", "note"
-UNFINISHED = b" [unfinished]\n"
 
 _BEGINNING = b'{"kind": "header", '
 
@@ -73,27 +72,22 @@ def parse(
     path: Path, data: bytes, lines_before: Sequence[dict[str, Any]] = (), digests_before: Sequence[str] = ()
 ) -> LedgerContent:
     """The lines of the file, of which `data` are the bytes behind those that are known. Raises LedgerError,
-    with the line's number, for all damage but an unfinished line that is accounted for.
+    with the line's number, for all damage but an unfinished line at the end.
     """
-    pieces = data.split(b"\n")
-    raws = [piece + b"\n" for piece in pieces[:-1]] + [piece for piece in pieces[-1:] if piece]
     lines, digests = list(lines_before), list(digests_before)
-    unfinished = b""
-    for number, raw in enumerate(raws, 1 + len(lines)):
+    *whole, last = data.split(b"\n")
+    # The last line counts where its newline alone is missing, as it is unknown what removed that.
+    open_ended = bool(last) and _line_in(last) is not None
+    for number, raw in enumerate([*whole, last] if open_ended else whole, 1 + len(lines)):
         line = _line_in(raw)
         if line is None:
-            if raw.endswith(b"\n") and not raw.endswith(UNFINISHED):
-                raise _damaged(path, number, "is not a line that psgrad wrote")
-            unfinished += raw
-            continue
-        if line.get("torn") != torn(unfinished):
-            raise _damaged(path, number, "does not account for the unfinished line before it")
+            raise _damaged(path, number, "is not a line that psgrad wrote")
         if line["position"] != len(lines):
             said = f"says that there are {line['position']} lines before it"
             raise _damaged(path, number, f"{said}, and there are {len(lines)}")
         if line["previous"] != (digests[-1] if digests else None):
             raise _damaged(path, number, "was written after another line than the one before it now")
-        if (line["kind"] == HEADER) != (not lines) or (unfinished and line["kind"] not in (HEADER, RESUME)):
+        if (line["kind"] == HEADER) != (not lines):
             raise _damaged(path, number, f"is a {line['kind']} line, which has no place there")
         if line["kind"] == HEADER and line.get("format") != FORMAT:
             raise LedgerError(
@@ -101,10 +95,8 @@ def parse(
                 hint="read it with a newer psgrad",
             )
         lines.append(line)
-        digests.append(hashlib.sha256(raw if raw.endswith(b"\n") else raw + b"\n").hexdigest())
-        unfinished = b""
-    open_ended = bool(data) and not unfinished and not data.endswith(b"\n")
-    return LedgerContent(path, tuple(lines), tuple(digests), unfinished, open_ended)
+        digests.append(hashlib.sha256(raw + b"\n").hexdigest())
+    return LedgerContent(path, tuple(lines), tuple(digests), b"" if open_ended else last, open_ended)
 
 
 def _line_in(raw: bytes) -> dict[str, Any] | None:
@@ -118,16 +110,10 @@ def _line_in(raw: bytes) -> dict[str, Any] | None:
     return line if line.get("kind") in (HEADER, STEP, RESUME, NOTE) else None
 
 
-def torn(unfinished: bytes) -> dict[str, Any] | None:
-    """What a line states about the unfinished one before it."""
-    digest = hashlib.sha256(unfinished).hexdigest()
-    return {"bytes": len(unfinished), "sha256": digest} if unfinished else None
-
-
 def is_torn_header(unfinished: bytes) -> bool:
     """Whether the bytes may be of a process killed while it began a ledger; a power cut leaves zeros."""
-    tries = [tried.removesuffix(UNFINISHED[:-1]).lstrip(b"\0") for tried in unfinished.split(b"\n")]
-    return all(tried.startswith(_BEGINNING[: len(tried)]) for tried in tries)
+    begun = unfinished.strip(b"\0")[: len(_BEGINNING)]
+    return _BEGINNING.startswith(begun)
 
 
 def has_begun(path: Path) -> bool:

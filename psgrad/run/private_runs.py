@@ -162,7 +162,7 @@ class PrivateRunFolder(RunFolder):
         """Write private/NOT_PRIVATE_{name}; a picture should have the warning (`WARNING`) in it, too."""
         self.write_bytes(f"{PRIVATE}/{PREFIX}{name}", data)
 
-    def write_bytes(self, name: str, data: bytes | memoryview, mode: int | None = None) -> None:
+    def write_bytes(self, name: str, data: bytes | memoryview, mode: int = 0o666) -> None:
         """As of any run folder. The private folder and its files are for their owner alone, also in a run
         folder that others may enter, and each file's name in it must begin with NOT_PRIVATE_; else
         ValueError.

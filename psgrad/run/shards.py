@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -72,13 +71,9 @@ class Shards:
         """Store rows from `first` on, durably, and what was gathered up to them. Raises OutputError."""
         about = {"first": str(first), "rows": str(len(table)), "run": self._run}
         for kind, content in (("arrays", arrays), ("state", state)):
-            self._folder.write_bytes(
-                self._name_of(kind, self._count),
-                packed(content, {**about, _ORDER: json.dumps(list(content))}),
-            )
-        buffer = io.BytesIO()
-        table.to_parquet(buffer, index=False)
-        self._folder.write_bytes(self._name_of("table", self._count), buffer.getbuffer())
+            packed_content = packed(content, {**about, _ORDER: json.dumps(list(content))})
+            self._folder.write_bytes(self._name_of(kind, self._count), packed_content)
+        self._folder.write_table(self._name_of("table", self._count), table)
         if self._count:
             self._path("state", self._count - 1).unlink(missing_ok=True)
         self._count += 1
@@ -127,23 +122,16 @@ class Shards:
         if arrays is None or rows != len(table):
             return None
         if run != self._run:
-            raise part_of_another_run(self._path("table", number))
+            raise DataError(
+                f"{self._path('table', number)} is of another run; expected parts of one config, model and"
+                " dataset",
+                hint="remove the folder that it lies in, and run that part again",
+            )
         return Shard(first, table, arrays)
 
     def _state(self, number: int, shard: Shard) -> Arrays | None:
         state, first, rows, _ = _unpacked(self._path("state", number))
         return state if (first, rows) == (shard.first, len(shard.table)) else None
-
-
-def part_of_another_run(file: Path) -> DataError:
-    """The error for a file of a part that lies in the folder of another run."""
-    return DataError(
-        f"{file} is of another run; expected parts of one config, model and dataset",
-        hint=(
-            f"the files of another run were copied into this folder; remove {file.parent}, and run that"
-            " part again"
-        ),
-    )
 
 
 def _unpacked(path: Path) -> tuple[Arrays | None, int, int, str]:

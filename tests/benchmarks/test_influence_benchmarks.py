@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
@@ -157,10 +156,10 @@ def test_stored_scores_of_several_models_join_as_fresh_ones(settings: Any, tmp_p
     runs = [settings.Place.all_of(setting.task, seed) for seed in range(2)]
     ((_, scored),) = settings.ours(setting, runs)
     places = [run[-1] for run in runs]
-    numbers = [place.checkpoint(method).number for place in places]
+    numbers = [place.checkpoint().number for place in places]
     assert numbers[0] != numbers[1], "both models have the same projection"
     fits = [
-        method.fit(setting.task.examples(place.model(), setting.task.training), place.checkpoint(method))
+        method.fit(setting.task.examples(place.model(), setting.task.training), place.checkpoint())
         for place in places
     ]
     asked = [setting.task.examples(place.model(), setting.task.queries) for place in places]
@@ -168,22 +167,6 @@ def test_stored_scores_of_several_models_join_as_fresh_ones(settings: Any, tmp_p
     expected = torch.cat([block.scores[""] for block in joined])
     torch.testing.assert_close(torch.as_tensor(scored.scores), expected)
     assert scored.memory is not None
-
-
-@pytest.mark.long
-def test_a_run_that_is_replayed_is_the_run_of_the_checkpoints(settings: Any, tmp_path: Path) -> None:
-    setting = small(
-        settings,
-        settings.SETTINGS["adam"](tmp_path),
-        [settings.Row("replay", settings.Replay(subsets=0), 1, "last")],
-        epochs=2,
-    )
-    last = settings.Place.all_of(setting.task, 3)[-1]
-    run = last.checkpoint(settings.Replay(subsets=0)).run
-    assert run is not None
-    trained = run.final
-    for name, value in last.model().named_parameters():
-        torch.testing.assert_close(trained[name], value.detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_way_with_other_scores_is_not_timed(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,45 +191,15 @@ def test_solvers_are_held_against_their_prediction(
     said, found = capsys.readouterr().out, json.loads(stored.read_text(encoding="utf-8"))
     assert [row["solver"] for row in found["cases"][0]["solvers"]] == ["exact", "dual", "conjugate_gradient"]
     for case in found["cases"]:
-        work = solvers.Case(**{name: case[name] for name in ("hidden", "outputs", "count", "queries")}).work()
+        network = solvers.Case(**{name: case[name] for name in ("hidden", "outputs", "count", "queries")})
+        work = network.work(network.data()[0])
         for row in case["solvers"]:
             assert row["operations"] == work.operations()[row["solver"]]
             assert row["rate"] == pytest.approx(row["operations"] / row["seconds"])
     assert set(found["constants"]) == {"_INNER", "_PRODUCT", "_ITERATIONS"}
-    assert found["constants"]["_INNER"]["in_use"] == 0.15
+    assert found["constants"]["_INNER"]["in_use"] == solvers.choice._INNER
     assert "fastest: " in said
     assert "_PRODUCT" in said
-
-
-@pytest.mark.sweep
-def test_replay_beside_the_same_run_without_examples(
-    bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replay = script("influence_replay")
-    monkeypatch.setattr(replay, "STEPS_TIMED", 4)
-    monkeypatch.setattr(replay, "QUERIES", 5)
-    monkeypatch.setattr(replay, "CASES", replay.CASES[:1])
-    arguments = argparse.Namespace(seeds=[0], shares=[0.05], subsets=4, epochs=1)
-    content = replay.report(bench, arguments)
-    (smooth,) = content["cases"]
-    (row,) = smooth["rows"]
-    assert row["mean"] > 0.9  # a few smooth steps
-    assert row["slope"] == pytest.approx(1, abs=0.1)
-    assert set(content["bars"]) == {"5% left out", "one query, in trainings", "a step, 5 queries, ms"}
-    assert "pass: 5% left out" in capsys.readouterr().out
-
-
-@pytest.mark.sweep
-def test_replay_of_a_small_language_model(
-    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    replay = script("influence_replay_text")
-    monkeypatch.setattr("sys.argv", ["replay", "--small", "--json", str(tmp_path / "found.json")])
-    replay.main()
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["parameters"], found["steps"]) == (34_688, 50)
-    assert found["times"] > 0
-    assert [len(found["changes"][each]) for each in ("predicted", "actual")] == [2, 2]
 
 
 @pytest.mark.sweep
@@ -264,26 +217,6 @@ def test_seconds_of_solves_beside_plain_ways(script: Any, tmp_path: Path) -> Non
         rtol=1e-3,
         atol=1e-5 * float(bars.scores(one, exact).abs().max()),
     )
-
-
-# -- the search of an index ----------------------------------------------------------------------------------
-
-
-def test_approximate_search_of_all_lists_finds_all(script: Any, tmp_path: Path) -> None:
-    pytest.importorskip("faiss")
-    found = script("index_search")
-    index, asked = found.built(tmp_path, 300, 32, 5)
-    for method in found.METHODS.values():
-        fitted = found.from_index(method, index).fit(asked, found.Checkpoint())
-        queries = fitted.projected(asked)
-        lists = found.new_lists(fitted, fitted.source, 10)
-        strongest = found.strongest_rows(fitted, queries, found.TOP)
-        assert all(len(rows) > found.TOP for rows in strongest)
-        share = [
-            np.mean(found.recalls(strongest, found.approximate(fitted, lists, queries, probes)))
-            for probes in (1, 10)
-        ]
-        assert share[0] < share[1] == 1
 
 
 @pytest.mark.sweep

@@ -80,7 +80,6 @@ def full(n: int = 900) -> AnalyzeResult:
     p = rng.uniform(size=n)
     samples = samples.assign(
         margin=np.where(rng.random(n) < 0.2, np.nan, rng.normal(size=n)),
-        robust_z=rng.normal(size=n),
         p_value=p,
         q_value=np.minimum(1, p * 3),
         outlier_score=p,

@@ -237,10 +237,8 @@ def test_two_runs_are_compared(workplace: Workplace) -> None:
         json.loads(workplace.command("diff", "run", "later", "--format", "json").out)["counts"]["common"]
         == 10
     )
-    drawn = workplace.command("diff", "run", "later", "--output", "diff.md", "--format", "markdown")
-    assert (drawn.code, drawn.out) == (0, "")
-    assert "rank correlation (Spearman) 1" in drawn.err
-    assert (workplace.folder / "diff.md").read_text().startswith("### psgrad diff")
+    drawn = workplace.command("diff", "run", "later", "--format", "markdown")
+    assert drawn.out.startswith("### psgrad diff")
     workplace.command("diff", "run", "nowhere").refused(3, "nowhere holds no run of psgrad")
 
 

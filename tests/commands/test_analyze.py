@@ -84,9 +84,7 @@ def test_a_run_leaves_a_whole_folder_and_prints_its_table(workplace: Workplace) 
     assert frame["id"].tolist() == workplace.arrays["uid"].tolist()
     assert frame["target"].tolist() == workplace.arrays["y"].tolist()
     assert frame.columns.tolist() == [name for name in SAMPLE_COLUMNS if name != "dataset_row"]
-    undefined = {
-        column: [""] for column in ("robust_z", "p_value", "q_value")
-    }  # 24 samples, and no reference
+    undefined = {column: [""] for column in ("p_value", "q_value")}  # as there is no reference
     written = pd.read_csv(folder / "samples.csv", keep_default_na=False, na_values=undefined)
     pd.testing.assert_frame_equal(written, frame, check_dtype=False)
     inputs, target = torch.from_numpy(workplace.arrays["x"]), torch.from_numpy(workplace.arrays["y"])

@@ -218,26 +218,6 @@ def test_two_checkpoints_are_not_the_first_one_twice(place: InfluenceWorkplace) 
     np.testing.assert_allclose(queries["agreement"], expected, rtol=1e-4)
 
 
-@pytest.mark.long
-def test_source_reads_steps_and_learning_rates_and_warns_of_one_checkpoint(
-    place: InfluenceWorkplace,
-) -> None:
-    for seed in (3, 4):
-        place.save_checkpoint(f"{seed}.safetensors", seed)
-    entries = [{"path": f"{seed}.safetensors", "learning_rate": 0.1, "step": 10 * seed} for seed in (3, 4)]
-    place.section.update({"method": "source", "checkpoints": entries})
-    both = place.ranked("--matrix", "--no-report")
-    assert {"score_std", "rank_stability"} <= set(both)
-    facts = place.manifest()["influence"]["fit"]
-    assert [each["sum_of_learning_rates"] for each in facts] == pytest.approx([3.0, 1.0])
-    assert place.manifest()["influence"]["unit"] == "relative, no unit"
-    place.section["checkpoints"] = entries[:1]
-    alone = place.influence("--overwrite", "--no-report")
-    assert (alone.code, "one checkpoint, and source follows a training run" in alone.err) == (0, True)
-    place.section["checkpoints"] = [{"path": "3.safetensors", "learning_rate": 0.1}]
-    place.influence("--overwrite").refused(3, "checkpoint 0 has no step", "psgrad.RunCheckpoints")
-
-
 # -- An index ------------------------------------------------------------------------------------------------
 
 

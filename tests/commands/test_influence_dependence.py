@@ -94,22 +94,6 @@ def test_an_index_of_another_type_of_frozen_weights_is_refused(place: InfluenceW
     place.influence().refused(3, "the index index is of something else: fingerprint.frozen dtype was")
 
 
-def test_an_index_of_another_state_dict_of_the_same_file_is_refused(place: InfluenceWorkplace) -> None:
-    state = place.model.state_dict()
-    torch.save(
-        {"model": state, "average": {name: value + 1 for name, value in state.items()}},
-        place.folder / "both.pt",
-    )
-    place.config["model"] |= {"checkpoint": "both.pt", "state_dict_key": "model"}
-    with_index(place)
-    place.config["model"]["state_dict_key"] = "average"
-    place.influence().refused(
-        3,
-        "the index index is of something else: fingerprint.checkpoints was",
-        "fingerprint.state_dict_key was",
-    )
-
-
 # -- Checkpoints ---------------------------------------------------------------------------------------------
 
 
@@ -263,27 +247,7 @@ def test_the_unit_says_what_scores_are_divided_by(
     assert place.manifest()["influence"]["unit"].endswith(words)
 
 
-# -- Layers and queries without a score ----------------------------------------------------------------------
-
-
-def test_cosines_by_layer_have_those_of_all_layers_beside_them(place: InfluenceWorkplace) -> None:
-    place.section.update(method="gradient_cosine", layers="module")
-    ranked = place.ranked("--matrix", "--top", "30")
-    training = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"])
-    queries = loop_of_gradients(place.model, place.queries["x"], place.queries["y"])
-    whole = (
-        torch.nn.functional.normalize(training, dim=1) @ torch.nn.functional.normalize(queries, dim=1).T
-    ).numpy()
-    np.testing.assert_allclose(
-        load_file(place.folder / "out" / "matrix.safetensors")["scores"], whole, rtol=1e-4, atol=1e-6
-    )
-    overall = pd.read_parquet(place.folder / "out" / "self_influence.parquet")["overall"]
-    np.testing.assert_allclose(overall, whole.mean(1), rtol=1e-3, atol=1e-6)
-    assert set(ranked["layer"]) == {"", "0", "2"}
-    total = ranked[(ranked["layer"] == "") & (ranked["query_index"] >= 0)]
-    np.testing.assert_allclose(
-        total["score"], whole[total["train_index"], total["query_index"]], rtol=1e-4, atol=1e-6
-    )
+# -- Queries without a score ---------------------------------------------------------------------------------
 
 
 def test_a_query_without_scores_takes_none_from_the_queries_as_a_whole(place: InfluenceWorkplace) -> None:

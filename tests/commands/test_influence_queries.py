@@ -108,8 +108,8 @@ def test_checkpoints_are_read_as_the_models_own_is(place: InfluenceWorkplace) ->
     for name, seed in (("a.pt", 1), ("b.pt", 2), ("c.pt", 3)):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-        torch.save({"other": model.state_dict(), "weights": model.state_dict()}, place.folder / name)
-    place.config["model"] |= {"checkpoint": "a.pt", "state_dict_key": "weights"}
+        torch.save({"epoch": 1, "state_dict": model.state_dict()}, place.folder / name)
+    place.config["model"] |= {"checkpoint": "a.pt"}
     place.section["checkpoints"] = ["a.pt", "b.pt"]
     assert asked(place, {"rows": [0]}) == [0]
     place.config["analyze"] = {"measures": ["vog"], "checkpoints": ["a.pt", "b.pt", "c.pt"]}

@@ -29,7 +29,7 @@ from tests.private_workplace import EXACT, PrivateWorkplace
 from tests.workplace import ROWS, Outcome, Workplace, run_command
 
 # without those that need checkpoints, or a training run to compute again
-METHODS = sorted(set(plugins.own_classes(plugins.METHODS)) - {"tracin", "source", "replay"})
+METHODS = sorted(set(plugins.own_classes(plugins.METHODS)) - {"tracin"})
 Run = Callable[..., list[Path]]
 
 

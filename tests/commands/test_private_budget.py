@@ -18,8 +18,8 @@ import pytest
 import yaml
 from dp_accounting import pld
 
+from psgrad.commands.dp_budget import read_budget
 from psgrad.commands.dp_step import dp_step
-from psgrad.commands.private_budget import read_budget
 from psgrad.config import load_config
 from psgrad.engine.privacy.accounting.budgets import accounts_of, composed
 from psgrad.engine.privacy.generators import Generator

@@ -163,17 +163,6 @@ def own(private: PrivateWorkplace, drawn: str, top: str = "") -> None:
     private.config["data"] = {"factory": "rows.py:Rows"}
 
 
-def test_rows_that_follow_from_what_was_read_before_are_refused(private: PrivateWorkplace) -> None:
-    own(private, "self.reads")
-    private.privacy["preflight"] = "rows"
-    private.refused(
-        3,
-        "record 0 of the records looked at is another one when it is read again, after others",
-        "keep nothing",
-    )
-    assert not private.run_folder.exists()
-
-
 @pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize("drawn", ["np.random.rand()", "random.random()", "self.rng.random()"])

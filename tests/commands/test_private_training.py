@@ -458,11 +458,11 @@ def test_dp_resume_after_the_last_checkpoint_has_the_noisy_sum(
 ) -> None:
     private.privacy["steps"] = 1
 
-    def killed(self: PrivateRun) -> bytes:
+    def killed(*_: Any, **__: Any) -> bytes:
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(PrivateRun, "_model_bytes", killed)
+        patched.setattr("psgrad.commands.private_steps.published_tensors", killed)
         with pytest.raises(Killed):
             private.dp_step()
     assert not (private.run_folder / "public" / "model.safetensors").exists()

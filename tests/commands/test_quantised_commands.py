@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.hugging_face import quantise, save_lora
 from tests.text_tasks import CASES
 from tests.workplace import Outcome, run_command
 
@@ -28,13 +29,10 @@ clipping: {norm: 1.0}, noise: {multiplier: 1.0}, optimizer: {name: SGD, kwargs: 
 def test_each_command_takes_layers_of_4_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    import transformers
-
     path = CASE.write(tmp_path, SECTIONS.replace("FOLDER", str(tmp_path)), dtype="auto")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "model")
-    adapter = "adapter: {create: lora, rank: 2, target: [q_proj, v_proj]}, load: 4bit"
-    path.write_text(path.read_text().replace("task: causal-lm", f"task: causal-lm, {adapter}"))
+    save_lora(tmp_path / "lora", tmp_path / "model", ["q_proj", "v_proj"])
+    quantise(tmp_path / "model", "4bit", torch.bfloat16)
+    path.write_text(path.read_text().replace("task: causal-lm", "task: causal-lm, adapter: lora"))
 
     def run(*arguments: str) -> Outcome:
         outcome = run_command(monkeypatch, capfd, *arguments)

@@ -8,69 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from psgrad.config import DataConfig
-from psgrad.data.previews import MAX_VALUES, input_of, values_of, vocabulary_of
+from psgrad.data.previews import MAX_VALUES, input_of, values_of
 from psgrad.data.rows import Block, Samples
-from psgrad.data.sources.datasets import DatasetSamples
-from psgrad.errors import DataError
 from psgrad.run import RunFolder
 from psgrad.run.finished import load_run
-from psgrad.run.results import MeasureResult
 from tests.workplace import Workplace
-
-
-class Ids(torch.utils.data.Dataset[Any]):
-    """Sentences as ids."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
-        return torch.tensor([5, 6 + row, 0]), 0
-
-
-class WithTokenizer(Ids):
-    class tokenizer:
-        @staticmethod
-        def decode(ids: list[int]) -> str:
-            return " ".join(f"w{each}" for each in ids)
-
-
-class Failing(Ids):
-    class tokenizer:
-        @staticmethod
-        def decode(ids: list[int]) -> str:
-            raise KeyError(ids[0])
-
-
-def samples_of(dataset: Ids) -> DatasetSamples:
-    return DatasetSamples(dataset, DataConfig(factory="here:dataset"))
-
-
-MAPPED = MeasureResult(
-    "gradient_x_input",
-    "t",
-    "f",
-    "u",
-    arrays={"rows": np.arange(2), "ids_0": np.array([[5, 6, 0], [5, 7, 0]])},
-)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "words"),
-    [
-        (Ids(), {}),
-        (WithTokenizer(), {n: f"w{n}" for n in (0, 5, 6, 7)}),
-    ],
-)
-def test_the_tokenizer_of_a_dataset_tells_the_words_of_ids(dataset: Ids, words: dict[int, str]) -> None:
-    assert vocabulary_of(samples_of(dataset), [MAPPED]) == words
-    assert vocabulary_of(samples_of(dataset), []) == {}
-
-
-def test_a_vocabulary_that_fails_is_reported_as_the_datasets() -> None:
-    with pytest.raises(DataError, match=r"tokenizer.decode\(\[id\]\) of the dataset of"):
-        vocabulary_of(samples_of(Failing()), [MAPPED])
 
 
 class Rows(Samples):

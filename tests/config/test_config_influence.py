@@ -104,7 +104,7 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
     ("override", "words"),
     [
         ("top=0", "influence.top: got 0, expected at least 1"),
-        ("layers=module_", "influence.layers: got 'module_', expected one of none, parameter, module; did"),
+        ("layers=module", "influence.layers: not a key here: scores are of all parameters together"),
         ("methods=trak", "influence.methods: unknown key; did you mean method?"),
         ("damping=1", "influence.damping: not a key here: damping is an option of the method"),
         ("learning_rate=1", "influence.learning_rate: not a key here: learning rates go with checkpoints"),
@@ -131,15 +131,9 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
         ("learning_rates=[0.1, 0.2]", "each learning rate goes with its checkpoint, so that no list can"),
         ("index={}", "influence.index.path: missing; it is required"),
         ("index={path: there, dtype: int4}", "influence.index.dtype: got 'int4', expected one of float64"),
-        ("index_search=approximate", "index_search: approximate searches an index; name one, in index"),
-        ("index_search=aproximate", "influence.index_search.kind: got 'aproximate', expected one of exact"),
-        ("index_search={probes: 3}", "probes is of kind: approximate; set that, or leave it out"),
-        (
-            "index_search={kind: approximate, lists: 4}",
-            "lists: not a key here: rows are divided into",
-        ),
-        ("index_search={kind: approximate, sample: 4}", "sample: not a key here: the recall is measured on"),
-        ("index_search={candidates: 4}", "candidates: not a key here: two rows are scored exactly"),
+        ("index_search=approximate", "influence.index_search: not a key here: an index is read whole"),
+        ("checkpoints=[{path: a.pt, step: 3}]", "step: not a key here: scores are averaged over checkpoints"),
+        ("queries={path: q.npz, contrast: b}", "contrast: not a key here: give each completion a row"),
         ("index={path: there, seed: 1}", "influence.index.seed: not a key here"),
         ("average=plain", "influence.average: not a key here: scores of several checkpoints are put on one"),
         ("over_queries=max", "influence.over_queries: not a key here: all queries together are ranked by"),
@@ -184,30 +178,3 @@ def test_a_method_of_ones_own_is_a_class(tmp_path: Path) -> None:
         method_from(MethodConfig(name="own.py:number"), tmp_path)
     with pytest.raises(ConfigError, match=r"influence.method: own.py:Half does not define fit"):
         method_from(MethodConfig(name="own.py:Half"), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (("groups=source",), "groups needs the scores of all rows"),
-        (("contrast=[[a, b]]", "groups=a"), "groups, contrast need the scores of all rows"),
-        (("layers=module",), "layers: module needs the scores of all rows"),
-        (("normalize=self_influence",), "normalize: self_influence needs the scores of all rows"),
-        (("checkpoints=[a.pt, b.pt]",), "approximate finds rows by one inner product, and 2 checkpoints"),
-    ],
-)
-def test_approximate_search_refuses_what_needs_all_scores(
-    tmp_path: Path, overrides: tuple[str, ...], words: str
-) -> None:
-    load(tmp_path, "index=there", *overrides)
-    told = error_of(tmp_path, "index=there", "index_search=approximate", *overrides)
-    assert words in told
-    assert "choose exact" in told
-
-
-def test_approximate_search_by_name_or_with_options(tmp_path: Path) -> None:
-    named = load(tmp_path, "index=there", "index_search=approximate").index_search
-    assert (named.kind, named.probes) == ("approximate", None)
-    assert named.not_default() == {"kind"}
-    options = load(tmp_path, "index=there", "index_search={kind: approximate, probes: 7}").index_search
-    assert (options.kind, options.probes) == ("approximate", 7)

@@ -97,7 +97,7 @@ SAME = [
     {"gate": {"max_outliers": -1}},
     {"influence": {"method": "trak", "measurement": "margin", "index": "folder"}},
     {"influence": {"parameters": "head.*"}},
-    {"influence": {"layers": "all"}},
+    {"influence": {"level": "all"}},
     {"influence": {"evaluate": {"train": "train.py:train", "methods": ["trak"]}}},
     {"version": 2},
     {"output": None},

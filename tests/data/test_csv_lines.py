@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.data.sources.formats.csv import csv_lines
+from psgrad.data.sources.csv_files import csv_lines
 
 CELLS = st.text(alphabet='ab,"\n é', max_size=6)
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from psgrad.config import DataConfig
-from psgrad.data.sources.formats import csv
+from psgrad.data.sources import csv_files
 from psgrad.data.sources.load import Samples, load_data
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, DataError, PsgradError
 
@@ -326,7 +326,7 @@ def test_csv_with_all_its_oddities(tmp_path: Path) -> None:
 
 
 def test_csv_types_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csv, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(csv_files, "_BLOCK_BYTES", 64)
     rows = [f"{row},{row},{row}" for row in range(50)] + ["a50,50,0.5", "51,51,51"]
     samples = load(
         tmp_path, write_csv(tmp_path, "\n".join(["id,a,b", *rows])), inputs=["b"], target="a", id="id"
@@ -345,7 +345,7 @@ def test_csv_types_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.M
 def test_csv_faults_far_from_the_start_are_reported_with_their_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(csv, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(csv_files, "_BLOCK_BYTES", 64)
     good = [f"{row},{row}" for row in range(100)]
 
     def told(last: str, **options: Any) -> str:
@@ -675,7 +675,8 @@ def test_names_that_a_dataset_does_not_have(factory: Any) -> None:
     with pytest.raises(ConfigError, match="has no column 'z'"):
         factory("dicts", inputs="z")
     with pytest.raises(
-        ConfigError, match=r"have no names for data\.inputs to select\n  hint: leave out inputs, target"
+        ConfigError,
+        match=r"have no names for data\.inputs to select\n  hint: leave out data.inputs, data.target",
     ):
         factory("pairs", inputs="x", target="y")
     with pytest.raises(ConfigError, match=r"have no names for data\.id to select"):
@@ -693,25 +694,12 @@ def test_any_rows_of_a_dataset(factory: Any) -> None:
         factory("raising").take(np.array([0, 2]))
 
 
-def test_units_of_a_dataset_are_its_own_list_or_in_its_items(factory: Any) -> None:
-    assert factory("owned", unit="users").units.tolist() == list("abca")
-    assert factory("dicts", unit="name", inputs="x").units.tolist() == ["n0", "n1", "n2"]
-    assert factory("owned").units is None
-    assert (
-        factory("owned", unit="users").fingerprint
-        != factory("owned", unit="users", kwargs={"users": "abcb"}).fingerprint
-    )
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"privacy\.unit\.column: the dataset of sets\.py:pairs has no list 'users' .*; expected such an"
-            r" attr"
-        ),
-    ):
+def test_units_of_a_dataset_are_in_its_items(factory: Any) -> None:
+    found = factory("dicts", unit="name", inputs="x")
+    assert found.units.tolist() == ["n0", "n1", "n2"]
+    assert factory("dicts", inputs="x").units is None
+    assert found.fingerprint != factory("dicts", inputs="x").fingerprint
+    with pytest.raises(ConfigError, match=r"have no names for privacy\.unit\.column to select"):
         factory("pairs", unit="users")
-    with pytest.raises(
-        DataError, match=r"'users' of .* has the shape \[3\]; expected one id for each of 4 rows"
-    ):
-        factory("owned", unit="users", kwargs={"users": "abc"})
     with pytest.raises(ConfigError, match="has no column 'user'; expected one of its columns: x, m"):
         factory("dicts", unit="user", inputs="x")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,7 @@ def test_a_folder_for_each_class(folder: Path) -> None:
     assert torch.equal(samples.take(np.array([2, 0])).inputs[0], block.inputs[0][[2, 0]])
     original = samples.picture(1)
     assert np.array_equal(np.asarray(original), np.asarray(Image.open(folder / "images" / "dog" / "a2.png")))
-    assert load(folder, images="images", id="file_name").ids.tolist() == [
+    assert load(folder, images="images", id="image").ids.tolist() == [
         "cat/c.png",
         "dog/a2.png",
         "dog/b1.png",
@@ -88,12 +87,13 @@ def test_a_folder_for_each_class(folder: Path) -> None:
     assert load(folder, images="images", class_names=["dog", "cat"]).targets.tolist() == [1, 0, 0]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", ["metadata.csv", "metadata.jsonl"])
-def test_a_folder_with_a_metadata_file(folder: Path, name: str) -> None:
+def test_table_in_a_folder_of_images_is_read_in_place_of_the_folder(folder: Path) -> None:
     rows = [{"file_name": "dog/b1.png", "y": 2, "uid": "u0"}, {"file_name": "cat/c.png", "y": 0, "uid": "u1"}]
     lines = ["file_name,y,uid", *(",".join(map(str, row.values())) for row in rows)]
-    (folder / "images" / name).write_text("\n".join(lines if name.endswith("csv") else map(json.dumps, rows)))
-    samples = load(folder, images="images", target="y", id="uid")
+    (folder / "images" / "metadata.csv").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"data\.path: .*metadata\.csv, with image: file_name"):
+        load(folder, images="images", target="y")
+    samples = load(folder, path="images/metadata.csv", image="file_name", target="y", id="uid")
     assert samples.ids.tolist() == ["u0", "u1"]
     assert samples.targets is not None
     assert samples.targets.tolist() == [2, 0]

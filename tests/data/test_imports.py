@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, DataError, ModelError
-from psgrad.user_code import call_factory, resolve
+from psgrad.user_code import call_factory, importing_beside, resolve
 
 
 def write(folder: Path, text: str, name: str = "code.py") -> str:
@@ -39,9 +39,10 @@ def test_two_specs_share_one_run_of_a_file_and_an_edit_runs_it_again(tmp_path: P
         " return A()\nclass A: pass\n"
     )
     spec = write(tmp_path, text)
-    made = resolve(f"{spec}:a", tmp_path)()
+    with importing_beside(tmp_path):
+        made = resolve(f"{spec}:a", tmp_path)()
+        assert isinstance(made, resolve(f"{spec}:A", tmp_path))  # type: ignore[arg-type]
 
-    assert isinstance(made, resolve(f"{spec}:A", tmp_path))  # type: ignore[arg-type]
     assert (tmp_path / "log").read_text() == "x"
     write(tmp_path, text + "def b(): return 2\n")
     assert resolve(f"{spec}:b", tmp_path)() == 2

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from psgrad.config import DataConfig
-from psgrad.data.sources.library_datasets import numbered_as
 from psgrad.data.sources.load import load_data, open_rows
 from psgrad.data.sources.table_rows import TableRows
 from psgrad.errors import ConfigError, DataError, PsgradError
@@ -57,28 +56,22 @@ def test_a_folder_of_one_dataset(tmp_path: Path) -> None:
     assert samples.ragged is not None
 
 
-def test_labels_with_names_in_another_order_get_the_numbers_of_the_classes(tmp_path: Path) -> None:
-    """Of tokens, too, as lists: -100 stays."""
+def test_labels_with_names_in_another_order_than_the_classes_are_refused(tmp_path: Path) -> None:
+    """Of tokens, too, as lists."""
     columns = {"x": [1.0, 2.0, 3.0], "label": [0, 1, 0], "tags": [[0, 2], [1, -100], []]}
     names = datasets.ClassLabel(names=["O", "PER", "LOC"])
-    kinds = datasets.Features(
-        x=datasets.Value("float32"),
-        label=names,
-        tags=datasets.Sequence(datasets.ClassLabel(names=names.names)),
-    )
+    tags = datasets.Sequence(datasets.ClassLabel(names=names.names))
+    kinds = datasets.Features(x=datasets.Value("float32"), label=names, tags=tags)
     datasets.Dataset.from_dict(columns, kinds).save_to_disk(tmp_path / "set")
-    order = ("LOC", "O", "PER")
-    rows = open_rows(DataConfig(dataset="set", inputs="x", target="tags"), tmp_path)
-    found = numbered_as(rows, "tags", order)
-    assert found.column("tags").to_pylist() == [[1, 0], [2, -100], []]
-    assert found.take(np.array([1, 0])).column("tags").to_pylist() == [[2, -100], [1, 0]]
-    assert found.class_names["tags"] == order
-    assert found.fingerprint != rows.fingerprint
-    assert numbered_as(rows, "tags", ("nobody", "knows")) is rows
-    given = DataConfig(dataset="set", inputs="x", target="label", class_names=list(order))
-    samples = load_data(given, tmp_path)
-    assert samples.targets is not None
-    assert samples.targets.tolist() == [1, 2, 1]
+    order = ["LOC", "O", "PER"]
+    for target in ("label", "tags"):
+        config = DataConfig(dataset="set", inputs="x", target=target, class_names=order)
+        with pytest.raises(DataError, match=r"have 'O' as class 0, which is class 1 .*") as caught:
+            load_data(config, tmp_path)
+        assert "align_labels_with_mapping" in str(caught.value)
+    for known in (names.names, ["nobody", "knows", "these"]):
+        config = DataConfig(dataset="set", inputs="x", target="label", class_names=known)
+        assert load_data(config, tmp_path).read(0, 3).target.tolist() == [0, 1, 0]  # type: ignore[union-attr]
 
 
 def test_splits_of_a_folder(tmp_path: Path) -> None:
@@ -124,7 +117,7 @@ def test_an_id_that_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     message = error(tmp_path, "nobody/nothing", split="train")
     assert "data.dataset: nobody/nothing is not in the local cache of datasets" in message
-    assert "hint: set allow_download: true to download it" in message
+    assert "hint: call datasets.load_dataset once to download it" in message
 
 
 def test_a_cached_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,6 @@ def test_every_name_has_a_function_and_a_kind() -> None:
         "bce_with_logits": "binary",
         "mse": "value",
         "l1": "value",
-        "smooth_l1": "value",
         "huber": "value",
     }
 
@@ -162,7 +161,6 @@ def test_nll() -> None:
     [
         ("mse", {}, F.mse_loss),
         ("l1", {}, F.l1_loss),
-        ("smooth_l1", {"beta": 0.3}, lambda *x, **k: F.smooth_l1_loss(*x, beta=0.3, **k)),
         ("huber", {"delta": 0.3}, lambda *x, **k: F.huber_loss(*x, delta=0.3, **k)),
         ("bce_with_logits", {}, F.binary_cross_entropy_with_logits),
     ],

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,7 @@ from pyarrow import feather
 from pydantic import ValidationError
 
 from psgrad.config import DataConfig
-from psgrad.data.sources import objects
-from psgrad.data.sources.formats.tar import KEY
+from psgrad.data.sources import json_files
 from psgrad.data.sources.load import load_data, open_rows
 from psgrad.data.sources.table_rows import TableRows
 from psgrad.errors import ConfigError, DataError, PsgradError
@@ -102,7 +99,7 @@ def test_key_that_comes_twice_is_an_error_in_json(tmp_path: Path) -> None:
 
 
 def test_jsonl_types_that_later_rows_widen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_ROWS", 2)
+    monkeypatch.setattr(json_files, "_ROWS", 2)
     values = [{"x": None, "v": []}, {"x": 1}, {"x": 2, "v": [1]}, {"x": 2.5, "v": [0.5], "s": {"a": 1}}]
     values += [{"x": 3, "v": None, "s": {"b": "t"}}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, values)))
@@ -136,7 +133,7 @@ def test_jsonl_types_that_later_rows_widen(tmp_path: Path, monkeypatch: pytest.M
 def test_jsonl_lines_that_can_not_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, expected: str, rows_per_part: int
 ) -> None:
-    monkeypatch.setattr(objects, "_ROWS", rows_per_part)
+    monkeypatch.setattr(json_files, "_ROWS", rows_per_part)
     (tmp_path / "data.jsonl").write_text(f'{{"x": 1}}\n{line}\n')
     assert expected.replace("{0}", str(tmp_path / "data.jsonl")) in error(tmp_path, "data.jsonl", inputs="x")
 
@@ -351,103 +348,11 @@ def test_a_file_whose_name_looks_like_a_glob(tmp_path: Path) -> None:
     assert opened(tmp_path, Path("a[1].jsonl"), inputs="x").column("x").to_pylist() == [5]
 
 
+def test_tar_is_refused_with_the_way_to_a_folder_of_its_rows() -> None:
+    with pytest.raises(ValidationError, match=r"a tar, which is not read; .*load_dataset\('webdataset'"):
+        DataConfig(path=Path("a.tar.gz"), inputs="x")
+
+
 def test_files_of_several_formats() -> None:
     with pytest.raises(ValidationError, match="the files are of several formats, csv and jsonl"):
         DataConfig(path=[Path("a.csv"), Path("b.jsonl.gz")], inputs="x")
-
-
-# -- WebDataset ----------------------------------------------------------------------------------------------
-
-
-def write_tar(path: Path, files: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w") as archive:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-
-
-def array_bytes(values: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.array(values))
-    return file.getvalue()
-
-
-def test_tar_files_of_one_name_are_a_row(tmp_path: Path) -> None:
-    for part in range(2):
-        files = {}
-        for row in range(2 * part, 2 * part + 2):
-            files |= {f"d/{row}.cls": str(row % 2).encode(), f"d/{row}.txt": f"t{row}".encode()}
-            files |= {f"d/{row}.npy": array_bytes([row, row + 0.5]), f"d/{row}.jpg": bytes([row])}
-            files |= {f"d/{row}.json": json.dumps({"a": row}).encode(), "README": b"no row"}
-        write_tar(tmp_path / f"{part}.tar", files)
-    rows = opened(tmp_path, Path("*.tar"), inputs=["npy", "txt", "json", "jpg"], target="cls", id=KEY)
-    assert rows.read(1, 3).to_pydict() == {
-        "npy": [[1.0, 1.5], [2.0, 2.5]],
-        "cls": [1, 0],
-        "txt": ["t1", "t2"],
-        "json": [{"a": 1}, {"a": 2}],
-        "jpg": [b"\x01", b"\x02"],
-        KEY: ["d/1", "d/2"],
-    }
-    assert rows.take(np.array([3, 0])).column("txt").to_pylist() == ["t3", "t0"]
-    samples = load_data(DataConfig(path=Path("*.tar"), inputs="npy", target="cls", id=KEY), tmp_path)
-    assert samples.read(0, 4).inputs[0][:, 0].tolist() == [0, 1, 2, 3]
-    assert samples.ids.tolist() == ["d/0", "d/1", "d/2", "d/3"]
-    assert "0.tar has no column 'class'; did you mean cls?" in error(
-        tmp_path, Path("*.tar"), ConfigError, inputs="class"
-    )
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".lz4"])
-def test_compressed_tar_holds_the_rows_of_the_plain_one(tmp_path: Path, suffix: str) -> None:
-    for part in range(2):
-        files = {}
-        for row in range(3 * part, 3 * part + 3):
-            files |= {f"{row}.txt": f"t{row}".encode(), f"{row}.npy": array_bytes([row, 0.5])}
-            files |= {f"{row}.jpg": bytes([row]) * 5000}
-        write_tar(tmp_path / f"{part}.tar", files)
-        with (
-            (tmp_path / f"{part}.tar").open("rb") as plain,
-            pa.output_stream(str(tmp_path / f"{part}.tar{suffix}")) as packed,
-        ):
-            packed.write(plain.read())
-    columns: dict[str, Any] = {"inputs": ["txt", "jpg", "npy"], "id": KEY}
-    plain, packed = (opened(tmp_path, Path(f"*.tar{each}"), **columns) for each in ("", suffix))
-    assert packed.read(0, 6).to_pydict() == plain.read(0, 6).to_pydict()
-    assert packed.take(np.array([5, 0])).column("txt").to_pylist() == ["t5", "t0"]
-    assert packed.fingerprint != plain.fingerprint
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_compressed_tar_that_was_cut_or_is_none(tmp_path: Path, suffix: str) -> None:
-    write_tar(
-        tmp_path / "a.tar",
-        {f"{row}.npy": array_bytes(np.random.default_rng(row).random(500)) for row in range(9)},
-    )
-    name = f"a.tar{suffix}"
-    with pa.output_stream(str(tmp_path / name)) as packed:
-        packed.write((tmp_path / "a.tar").read_bytes())
-    whole = (tmp_path / name).read_bytes()
-    for content in (whole[: len(whole) // 2], b"something else"):
-        (tmp_path / name).write_bytes(content)
-        message = error(tmp_path, name, inputs="npy")
-        assert f"{name} can't be read as tar: " in message
-        assert "an interrupted copy or download, or another format" in message
-
-
-def test_tar_files_that_can_not_be_used(tmp_path: Path) -> None:
-    write_tar(tmp_path / "a.tar", {"0.cls": b"1", "1.cls": b"one"})
-    message = error(tmp_path, "a.tar", inputs="cls")
-    assert "the file 1.cls in " in message
-    assert "expected a whole number" in message
-    write_tar(tmp_path / "a.tar", {"0.json": b"1", "1.json": b'"x"'})
-    assert "the column 'json' has mixed types: " in error(tmp_path, "a.tar", inputs="json")
-    write_tar(tmp_path / "a.tar", {"0.npy": array_bytes(np.array([None], dtype=object)), "1.npy": b""})
-    assert "the file 0.npy in " in error(tmp_path, "a.tar", inputs="npy")
-    write_tar(tmp_path / "a.tar", {"0.cls": b"1" * 3000})
-    (tmp_path / "a.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:700])
-    assert "a.tar" in error(tmp_path, "a.tar", inputs="cls")
-    write_tar(tmp_path / "a.tar", {"0.cls": b"1", "1.txt": b"x"})
-    samples = opened(tmp_path, "a.tar", text="txt", target="cls")
-    assert samples.read(0, 2).to_pydict() == {"cls": [1, None], "txt": [None, "x"]}

@@ -143,20 +143,17 @@ def test_chats_of_another_form_are_reported_how_to_rename_their_keys(tmp_path: P
     assert "rename the keys: from is role, value is content" in said
 
 
-def test_masked_tokens_are_the_same_each_time_and_as_many_as_asked(tmp_path: Path) -> None:
+def test_masked_tokens_are_the_same_each_time_and_15_percent(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
-    rows = [{"t": " ".join(draw.permutation(TEXT.split()))} for _ in range(200)]
-    first = samples_of(tmp_path, "masked-lm", rows, text="t", masked=0.3).read(0, 200)
-    again = samples_of(tmp_path, "masked-lm", rows[100:], text="t", masked=0.3).read(0, 100)
-    other = samples_of(tmp_path, "masked-lm", rows, text="t", masked=0.3, seed=1).read(0, 200)
+    rows = [{"t": " ".join(draw.permutation(TEXT.split() * 4))} for _ in range(200)]
+    first = samples_of(tmp_path, "masked-lm", rows, text="t").read(0, 200)
+    again = samples_of(tmp_path, "masked-lm", rows[100:], text="t").read(0, 100)
     assert first.target is not None
     assert again.target is not None
-    assert other.target is not None
     assert torch.equal(first.target[100:], again.target)
-    assert not torch.equal(first.target, other.target)
     ids, hidden = first.inputs[0], first.target != -100
     words = (ids > 3) | hidden  # neither padding nor [CLS] and [SEP]
-    assert hidden.sum() / words.sum() == pytest.approx(0.3, abs=0.06)
+    assert hidden.sum() / words.sum() == pytest.approx(0.15, abs=0.03)
     assert hidden.any(1).all()
     assert (ids[hidden] == 4).float().mean() == pytest.approx(0.8, abs=0.08)
     assert (ids[hidden] == first.target[hidden]).float().mean() == pytest.approx(0.1, abs=0.06)
@@ -267,8 +264,7 @@ def test_label_outside_the_head_is_refused_with_its_row(label: object, words: st
 
 def test_label_by_name_without_names_is_refused_with_the_way_to_give_them(tmp_path: Path) -> None:
     said = refusal_of(DataError, tmp_path, "sequence-classification", rows("good"), **CLASSIFY)
-    assert "the label 'good' in row 0" in said
-    assert "LABEL_0, LABEL_1" in said
+    assert "row 0) has the label 'good'; expected a number from 0 to 1" in said
     assert "list the names in data.class_names" in said
 
 
@@ -287,7 +283,7 @@ def test_several_labels_become_ones_and_zeros(tmp_path: Path) -> None:
 def test_labels_class_names_in_another_order_than_the_models_are_refused(tmp_path: Path) -> None:
     task, names = "sequence-classification", ["odd", "fine", "dull"]
     said = refusal_of(ConfigError, tmp_path, task, rows("odd"), config=NAMED, class_names=names, **CLASSIFY)
-    assert "data.class_names has 'odd' as class 0, and the model's config (id2label) as class 2" in said
+    assert "data.class_names has 'odd' at another place than the model's config (id2label)" in said
     assert "expected the model's order: dull, fine, odd" in said
     others = samples_of(tmp_path, task, rows("odd"), class_names=["matt", "fine", "new"], **CLASSIFY)
     assert others.class_names == ("dull", "fine", "odd")

@@ -40,7 +40,7 @@ def test_tokenizer_of_another_folder(tmp_path: Path) -> None:
     assert samples.read(1, 2).inputs[0][0, -1] == 6  # </s>, which the tokenizer puts at the end
     said = refusal_of(ConfigError, tmp_path, TASK, ROWS, text="t", tokenizer="nobody/there")
     assert "data.tokenizer" in said
-    assert "allow_download: true" in said
+    assert "`hf download nobody/there` fetches it" in said
 
 
 def test_rows_are_padded_with_the_end_token_where_there_is_no_pad_token(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tests.workplace import ROWS, Outcome, Workplace, run_command
 
 pytestmark = needs_a_device
 # without those that have a test of their own
-METHODS = sorted(set(plugins.own_classes(plugins.METHODS)) - {"tracin", "source", "replay"})
+METHODS = sorted(set(plugins.own_classes(plugins.METHODS)) - {"tracin"})
 CNN = """class Model(nn.Sequential):
     def __init__(self):
         torch.manual_seed(0)
@@ -158,27 +158,16 @@ def test_influence_method_has_the_scores_of_the_cpu(
     np.testing.assert_allclose(matrices[1], matrices[0], rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", ["tracin", "source"])
-def test_scores_over_checkpoints_are_those_of_the_cpu(
-    place: InfluenceWorkplace, on_both: Run, method: str
-) -> None:
+def test_scores_over_checkpoints_are_those_of_the_cpu(place: InfluenceWorkplace, on_both: Run) -> None:
     files = [f"step-{seed}.safetensors" for seed in range(2)]
     for seed, file in enumerate(files):
         place.save_checkpoint(file, seed)
     checkpoints = [
         {"path": file, "learning_rate": 0.1, "step": 10 * number} for number, file in enumerate(files, 1)
     ]
-    place.config["influence"] |= {"method": method, "queries": {"worst": 3}, "checkpoints": checkpoints}
+    place.config["influence"] |= {"method": "tracin", "queries": {"worst": 3}, "checkpoints": checkpoints}
     folders = on_both(place, "influence", "config.yaml", "--no-report")
     assert_same_tables(*folders, "scores.parquet", rtol=SINGLE)
-
-
-def test_replay_has_the_scores_of_the_cpu(place: InfluenceWorkplace, on_both: Run) -> None:
-    del place.config["model"]["checkpoint"]
-    place.save_checkpoint("initial.safetensors", 0)
-    training = {"epochs": 2, "batch_size": 8, "initial": "initial.safetensors"}
-    place.config["influence"] |= {"method": "replay", "queries": {"worst": 3}, "training": training}
-    assert_same_tables(*on_both(place, "influence", "config.yaml", "--no-report"), "scores.parquet")
 
 
 def test_private_step_without_noise_takes_the_step_of_the_cpu(workplace: Workplace, on_both: Run) -> None:

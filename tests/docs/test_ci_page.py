@@ -18,12 +18,14 @@ from psgrad.errors import (
     EXIT_GATE_NOT_EVALUABLE,
     EXIT_OK,
 )
+from psgrad.quality.baselines import SAVED_ROWS
 from psgrad.quality.findings import read_ignore_list
-from psgrad.quality.gates import SAVED_ROWS
-from psgrad.reports.ci import FORMATS, SARIF_RESULTS, SHOWN_IN_JUNIT
-from psgrad.reports.ci_text import (
+from psgrad.reports.ci import (
     ANNOTATIONS,
     COMMENT_BYTES,
+    FORMATS,
+    SARIF_RESULTS,
+    SHOWN_IN_JUNIT,
     SHOWN_IN_MARKDOWN,
     SHOWN_IN_TERMINAL,
     SUMMARY_BYTES,

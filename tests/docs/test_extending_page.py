@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from psgrad.config import DataConfig, LossConfig
+from psgrad.config import LossConfig
 from psgrad.config.plugin_names import OWN, Group
 from psgrad.data.loss import resolve_loss
-from psgrad.data.sources.load import load_data
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.method import Checkpoint
@@ -91,14 +90,3 @@ def test_the_loss_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     loss = resolve_loss(LossConfig(name="log_cosh", scale=2.0), Path())
     found = loss.function(torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0])).item()
     assert found == pytest.approx(np.log(np.cosh(1)) / 2)
-
-
-def test_the_source_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    register("sources", "npy", "NPY", block(PAGE, "NPY(Source)"), tmp_path, monkeypatch)
-    rows = np.zeros(3, dtype=[("x", np.float32, (2,)), ("y", np.int64)])
-    rows["x"], rows["y"] = np.arange(6).reshape(3, 2), [0, 1, 2]
-    np.save(tmp_path / "rows.npy", rows)
-    data = load_data(DataConfig(path=Path("rows.npy"), inputs="x", target="y"), tmp_path).read(1, 3)
-    assert data.inputs[0].tolist() == [[2.0, 3.0], [4.0, 5.0]]
-    assert data.target is not None
-    assert data.target.tolist() == [1, 2]

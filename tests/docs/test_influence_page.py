@@ -17,7 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from psgrad.cli.app import app
-from psgrad.config import IndexConfig, IndexSearchConfig, load_config
+from psgrad.config import IndexConfig, load_config
 from psgrad.plugins import METHODS, own_classes
 from psgrad.run.folders import OWN_ENTRIES
 from psgrad.run.results.influence import EVALUATION_COLUMNS, SCORE_COLUMNS
@@ -99,7 +99,7 @@ def test_every_method_and_option_is_on_the_page() -> None:
         if dataclasses.is_dataclass(kind):
             for option in dataclasses.fields(kind):
                 assert f"`{option.name}`" in METHODS_PAGE, f"{name}: {option.name}"
-    for option in (*IndexConfig.model_fields, *IndexSearchConfig.model_fields):
+    for option in IndexConfig.model_fields:
         assert f"`{option}`" in TEXT
 
 

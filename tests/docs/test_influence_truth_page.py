@@ -39,7 +39,7 @@ CONTENT = {
     "ceiling": {"single": 0.81, "best": 0.96},
     "machine": {"processor": "a processor", "torch": "2.13"},
     "order": ["checkpoints", "models", "model"],
-    "not_run": {"replay": "it takes minutes"},
+    "not_run": {"slow": "it takes minutes"},
     "notes": ["Measured on a Tuesday."],
     "intervals": "jackknife",
     "rows": [
@@ -84,7 +84,7 @@ def test_the_table_of_a_setting(results: Path) -> None:
     text = generated(results)
     assert cells(text, "checkpoints") == ["checkpoints", "psgrad", "0.750 (0.740 to 0.760)", "9.0", "3"]
     assert cells(text, "random")[1:3] == ["control", "0.000 (-0.010 to 0.010)"]
-    assert "- replay: it takes minutes." in text
+    assert "- slow: it takes minutes." in text
     assert "one thread, torch 2.13.\nMeasured on a Tuesday." in text
 
 

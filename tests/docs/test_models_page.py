@@ -56,4 +56,4 @@ def test_models_page_example_is_valid(number: int, folder: Path) -> None:
 
 def test_models_page_has_an_example_of_each_origin() -> None:
     origins = {name for example in EXAMPLES for name in yaml.safe_load(example)["model"]}
-    assert {"pretrained", "factory", "timm", "adapter", "checkpoint", "dtype"} <= origins
+    assert {"pretrained", "factory", "adapter", "checkpoint", "dtype"} <= origins

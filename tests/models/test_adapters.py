@@ -121,29 +121,6 @@ def test_modules_to_save_are_read_and_differentiated(tmp_path: Path) -> None:
     assert not any("original_module" in name for name in trained(loaded))
 
 
-def test_a_new_adapter(base: Path) -> None:
-    plain = load_model(ModelConfig(pretrained="base", task="causal-lm"), base.parent)
-    one, same, other = (
-        load(base, {"create": "lora", "rank": 2, "target": ["q_proj"], "seed": seed}) for seed in (0, 0, 1)
-    )
-    assert torch.equal(one.model(input_ids=IDS).logits, plain.model(input_ids=IDS).logits)
-    assert len(trained(one)) == 4
-    named = [dict(each.model.named_parameters()) for each in (one, same, other)]
-    name = next(name for name in trained(one) if "lora_A" in name)
-    assert torch.equal(named[0][name], named[1][name])
-    assert not torch.equal(named[0][name], named[2][name])
-    assert one.notes == [
-        "a new (LoRA, rank 2, alpha 2, seed 0) adapter, not merged: its 128 parameters require a gradient,"
-        " and no others"
-    ]
-
-
-def test_a_new_adapter_of_no_layer(base: Path) -> None:
-    said = refusal(ConfigError, base, {"create": "lora", "target": ["query"]})
-    assert "a new LoRA adapter can't be put in" in said
-    assert "ends of names of layers such as down_proj, embed_tokens" in said
-
-
 # -- The base model ------------------------------------------------------------------------------------------
 
 

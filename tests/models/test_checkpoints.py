@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, CheckpointError, ConfigError, PsgradError
-from psgrad.models.checkpoint_files import checkpoint_files, read_checkpoint
+from psgrad.models.checkpoint_files import checkpoint_files, read_checkpoint, require_checkpoint
 from psgrad.models.checkpoints import load_into
 
 TENSORS = {
@@ -28,8 +29,8 @@ TENSORS = {
 }
 
 
-def read_state_dict(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
-    return read_checkpoint(path, key).tensors
+def read_state_dict(path: Path) -> dict[str, torch.Tensor]:
+    return read_checkpoint(path).tensors
 
 
 def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -65,21 +66,6 @@ def test_torch(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"model{suffix}"
     torch.save(TENSORS, path)
     assert same(read_state_dict(path), TENSORS)
-
-
-def test_torch_with_a_key(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    torch.save({"epoch": 3, "ema": TENSORS, "optimizer": {"state": {}}}, path)
-
-    assert same(read_state_dict(path, "ema"), TENSORS)
-    with pytest.raises(
-        CheckpointError, match=r"is no state dict.*\n  hint: set model.state_dict_key .*: ema$"
-    ):
-        read_state_dict(path)
-    with pytest.raises(ConfigError, match=r"has no 'best'\n  hint: set model.state_dict_key .*: ema$"):
-        read_state_dict(path, "best")
-    with pytest.raises(CheckpointError, match=r"'optimizer' in the checkpoint .* is no state dict"):
-        read_state_dict(path, "optimizer")
 
 
 def test_sharded(tmp_path: Path) -> None:
@@ -159,10 +145,9 @@ def test_a_pickle_payload_is_never_executed(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(hostile_files(canary)[name])
 
-    for key in (None, "state_dict"):
-        with pytest.raises(PsgradError) as caught:
-            read_state_dict(path, key)
-        assert "Traceback" not in str(caught.value)
+    with pytest.raises(PsgradError) as caught:
+        read_state_dict(path)
+    assert "Traceback" not in str(caught.value)
     assert not canary.exists()
 
 
@@ -271,12 +256,6 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, name: str) -> None:
         read_state_dict(tmp_path / name)
 
 
-def test_a_key_for_safetensors(tmp_path: Path) -> None:
-    save_file(TENSORS, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match="holds tensors only"):
-        read_state_dict(tmp_path / "model.safetensors", "state_dict")
-
-
 @pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2)], {}, {1: torch.ones(2)}, {"a": 3}])
 def test_a_torch_file_without_a_state_dict(tmp_path: Path, value: object) -> None:
     torch.save(value, tmp_path / "model.pt")
@@ -313,6 +292,46 @@ def test_any_damage_is_read_or_reported(
     except PsgradError:
         return
     assert all(isinstance(tensor, Tensor) for tensor in state_dict.values())
+
+
+# -- What trainers write beside the weights ------------------------------------------------------------------
+
+
+def test_weights_at_a_usual_key_are_taken(tmp_path: Path) -> None:
+    """Beside hyperparameters in a Namespace, as Lightning writes them."""
+    for key in ("state_dict", "model_state_dict"):
+        content = {"epoch": 3, "hyper_parameters": {"args": argparse.Namespace(lr=0.1)}, key: TENSORS}
+        torch.save(content, tmp_path / "run.ckpt")
+        found = read_checkpoint(tmp_path / "run.ckpt")
+        assert same(found.tensors, TENSORS)
+        assert found.notes == (f"took the weights {key!r} of run.ckpt",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"state_dict": TENSORS, "model_state_dict": TENSORS},
+        {"epoch": 3, "ema": TENSORS, "optimizer": {"state": {}}},
+    ],
+    ids=["two candidates", "another key"],
+)
+def test_weights_are_not_guessed(content: dict[str, Any], tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match=r"is no state dict.*\n  hint: .*save the state dict alone"):
+        read_checkpoint(tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize("key", [None, "state_dict"])
+def test_a_whole_module_is_code(key: str | None, tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 1) if key is None else {key: nn.Linear(2, 1)}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"torch\.nn\.modules\.linear\.Linear, which is code"):
+        read_checkpoint(tmp_path / "model.pt")
+
+
+def test_a_folder_of_sharded_training_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(ConfigError, match="of sharded training make one file first"):
+        require_checkpoint(tmp_path)
 
 
 # -- Loading -------------------------------------------------------------------------------------------------
@@ -366,6 +385,17 @@ def test_a_prefix_is_stripped_where_that_makes_the_match_exact(prefix: str) -> N
 
     assert note == f"stripped the prefix {prefix!r} from the {len(state_dict)} names of model.pt"
     assert same(dict(model.state_dict()), state_dict)
+
+
+def test_a_prefix_is_stripped_where_tensors_of_others_lack_it() -> None:
+    model, others = network(), {"criterion.weight": torch.ones(3), "val_acc.total": torch.ones(1)}
+    state_dict = random_state(model)
+    note = load_into(model, {f"model.{name}": each for name, each in state_dict.items()} | others, "run.ckpt")
+    assert note is not None
+    assert note.endswith("left out 2 others: criterion.weight, val_acc.total")
+    assert same(dict(model.state_dict()), state_dict)
+    with pytest.raises(CheckpointError, match="1 unexpected"):
+        load_into(model, state_dict | {"criterion.weight": torch.ones(3)}, "run.ckpt")
 
 
 def test_a_prefix_is_kept_where_the_model_has_it() -> None:

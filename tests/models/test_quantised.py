@@ -26,6 +26,7 @@ from psgrad.models import hub, quantised
 from psgrad.models.factory import load_model
 from psgrad.models.hub import library
 from psgrad.models.model_folders import precision_of_weights
+from tests.hugging_face import quantise, save_lora
 from tests.text_tasks import CASES
 
 pytest.importorskip("accelerate", reason="the extra quantised is not installed")
@@ -129,12 +130,13 @@ def test_a_write_to_a_quantised_weight_is_refused() -> None:
 # -- Gradients under an adapter ------------------------------------------------------------------------------
 
 
-def write(folder: Path, load: str | None, dtype: str = "float32", model: str = "") -> Path:
+def write(folder: Path, bits: str | None, dtype: str = "float32") -> Path:
     """The config of a folder with a causal language model and a LoRA adapter on layers of fewer bits."""
     path = CASE.write(folder, dtype=dtype)
-    made = f"adapter: {{create: lora, rank: 2, target: [q_proj, down_proj]}}{model}"
-    made += "" if load is None else f", load: {load}"
-    path.write_text(path.read_text().replace("task: causal-lm", f"task: causal-lm, {made}"))
+    save_lora(folder / "lora", folder / "model", ["q_proj", "down_proj"])
+    if bits is not None:
+        quantise(folder / "model", bits)
+    path.write_text(path.read_text().replace("task: causal-lm", "task: causal-lm, adapter: lora"))
     return path
 
 
@@ -160,22 +162,15 @@ class OneRow(nn.Module):
         return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
 
-def of_transformers(run: Setup, folder: Path, bits: str) -> nn.Module:
+def of_transformers(run: Setup, folder: Path) -> nn.Module:
     """The model that transformers and peft make of the folder, with the weights of the run's adapters."""
     import peft
     import transformers
 
-    kind = transformers.BitsAndBytesConfig
-    options = (
-        {"load_in_8bit": True}
-        if bits == "8bit"
-        else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    )
     base = transformers.AutoModelForCausalLM.from_pretrained(
-        folder / "model", quantization_config=kind(**options), device_map={"": "cpu"}, dtype=torch.float32
+        folder / "model", device_map={"": "cpu"}, dtype=torch.float32
     )
-    settings = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "down_proj"])
-    model = peft.get_peft_model(base, settings)
+    model = peft.PeftModel.from_pretrained(base, folder / "lora", is_trainable=True)
     model.load_state_dict(run.objective.params, strict=False)
     for each in base.modules():
         if isinstance(each, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
@@ -189,7 +184,7 @@ def test_gradients_of_adapters_are_those_of_bitsandbytes_autograd(bits: str, tmp
     run = with_random_adapters(set_up(load_config(write(tmp_path, bits))))
     rows = list(range(len(CASE.rows)))
     ours = run.stream(lambda _: None).gradients_at(rows).materialise()
-    loop = OneRow(run, of_transformers(run, tmp_path, bits))
+    loop = OneRow(run, of_transformers(run, tmp_path))
     theirs = [loop.gradients(row) for row in rows]
     assert set(theirs[0]) == set(ours)
     for name, value in ours.items():
@@ -261,18 +256,6 @@ def test_one_layer_at_a_time_is_dequantised(
     assert dequantised() == 1
 
 
-def test_heads_keep_all_their_bits(tmp_path: Path) -> None:
-    case = CASES["classification"]
-    path = case.write(tmp_path)
-    path.write_text(path.read_text().replace("pretrained: model", "pretrained: model, load: 4bit"))
-    path.write_text(path.read_text() + 'analyze: {trainable: ["classifier.*"]}\n')
-    run = set_up(load_config(path))
-    assert set(run.objective.params) == {"classifier.weight", "classifier.bias"}
-    bits = {name for name, each in run.model.named_parameters() if is_quantised(each)}
-    assert len(bits) == 13  # six of each layer, and the pooler's
-    assert all(name.startswith("bert.") for name in bits)
-
-
 def test_no_kernel_of_the_hub_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     fetching = ModuleType("kernels")
     monkeypatch.setitem(sys.modules, "kernels", fetching)
@@ -301,12 +284,9 @@ def changed(path: Path, old: str, new: str) -> Path:
 
 
 def test_fewer_bits_without_an_adapter_are_refused(tmp_path: Path) -> None:
-    path = changed(
-        write(tmp_path, "4bit"), "adapter: {create: lora, rank: 2, target: [q_proj, down_proj]}, ", ""
-    )
+    path = changed(write(tmp_path, "4bit"), ", adapter: lora", "")
     said = refusal(ConfigError, path)
     assert "14 weights of model are kept in fewer bits and can't be trained, and there is no adapter" in said
-    assert "set model.adapter, such as {create: lora}" in said
 
 
 def test_a_quantised_parameter_is_not_trained(tmp_path: Path) -> None:
@@ -316,32 +296,8 @@ def test_a_quantised_parameter_is_not_trained(tmp_path: Path) -> None:
 
 
 def test_whole_weights_are_not_put_into_fewer_bits(tmp_path: Path) -> None:
-    path = changed(write(tmp_path, "4bit"), "load: 4bit", "load: 4bit, checkpoint: model/model.safetensors")
+    path = changed(write(tmp_path, "4bit"), "lora", "lora, checkpoint: model/model.safetensors")
     assert "can't be put into those" in refusal(ConfigError, path)
-
-
-@pytest.mark.parametrize(
-    ("model", "engine", "expected"),
-    [
-        ("factory: a:b, load: 4bit", "", "load belongs to a pretrained model, and there is a factory"),
-        ("timm: resnet18, checkpoint: c.pt, load: 8bit", "", "load belongs to a pretrained model"),
-        ("pretrained: a, task: causal-lm, load: 2bit", "", "model.load: got '2bit', expected one of 4bit"),
-        (
-            "pretrained: a, task: causal-lm, load: 4bit",
-            "engine: {parameters: offloaded}",
-            "model.load: 4bit keeps the weights on the device",
-        ),
-    ],
-)
-def test_configs_of_fewer_bits(model: str, engine: str, expected: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"version: 1\nmodel: {{{model}}}\nloss: cross_entropy\n"
-        f"data: {{path: a.jsonl, text: t, target: y}}\noutput: out\n{engine}\n"
-    )
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes", "accelerate"])
@@ -370,26 +326,11 @@ def test_a_missing_library_is_named_with_its_extra(
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "8bit"])
 def test_a_model_that_is_saved_quantised(kind: str, tmp_path: Path) -> None:
-    import transformers
-
-    whole = write(tmp_path, None, "float64")
-    options: dict[str, Any] = {"load_in_8bit": True}
-    if kind != "8bit":
-        options = {"load_in_4bit": True, "bnb_4bit_quant_type": kind}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model",
-        quantization_config=transformers.BitsAndBytesConfig(**options),
-        device_map={"": "cpu"},
-        dtype=torch.bfloat16,
-    )
-    for name in ("model.safetensors", "config.json"):
-        (tmp_path / "model" / name).unlink()
-    model.save_pretrained(tmp_path / "model")
-    run = set_up(load_config(whole))
-    assert any(
-        f"bitsandbytes keeps 14 layers in {'8 bits' if kind == '8bit' else f'4 bits ({kind})'}" in note
-        for note in run.loaded.notes
-    )
+    path = write(tmp_path, None, "float64")
+    model = quantise(tmp_path / "model", kind, torch.bfloat16)
+    run = set_up(load_config(path))
+    words = f"bitsandbytes keeps 14 layers in {'8 bits' if kind == '8bit' else f'4 bits ({kind})'}"
+    assert any(words in note for note in run.loaded.notes)
     assert run.loaded.pretrained is not None
     assert run.loaded.pretrained.precision == "bfloat16"
     for name, module in model.named_modules():
@@ -402,9 +343,6 @@ def test_a_model_that_is_saved_quantised(kind: str, tmp_path: Path) -> None:
                 else bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
             )
             torch.testing.assert_close(ours * 1, expected.double(), rtol=1e-6, atol=0)
-    run.model.save_pretrained(tmp_path / "lora")  # type: ignore[operator]
-    path = changed(whole, "task: causal-lm", "task: causal-lm, load: 4bit")
-    assert "are saved quantised (bitsandbytes)" in refusal(ConfigError, path)
 
 
 def test_scales_do_not_count_for_the_precision_of_a_model(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_it_gets_model_rows_labels_and_seed_and_returns_the_model(tmp_path: Path
         (
             "def train(model, inputs, target, seed):\n    pass\n",
             ModelError,
-            ("an object of type NoneType", "return model"),
+            ("an object of type NoneType", "expected the trained model"),
         ),
         (
             "def train(model, inputs, target, seed):\n    raise ValueError('no rows')\n",

@@ -32,25 +32,18 @@ def drawn(n: int, k: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(n, k)).astype(np.float32)
 
 
-def mean_distances(
-    rows: np.ndarray, usual: np.ndarray, neighbours: int, own: bool, metric: str = "euclidean"
-) -> np.ndarray:
+def mean_distances(rows: np.ndarray, usual: np.ndarray, neighbours: int, own: bool) -> np.ndarray:
     """[n]: by all distances in float64; `own`: rows are `usual` themselves, and no row is its own
     neighbour.
     """
     rows, usual = rows.astype(np.float64), usual.astype(np.float64)
-    if metric == "cosine":
-        rows, usual = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (rows, usual))
-        table = 1 - rows @ usual.T
-    else:
-        table = np.linalg.norm(rows[:, None] - usual[None], axis=2)
+    table = np.linalg.norm(rows[:, None] - usual[None], axis=2)
     if own:
         np.fill_diagonal(table, np.inf)
     result = np.sort(table, 1)[:, :neighbours]
     return np.array([row[np.isfinite(row)].mean() if np.isfinite(row).any() else np.nan for row in result])
 
 
-@pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 @given(
     n=st.integers(1, 30),
     m=st.integers(0, 20),
@@ -59,14 +52,10 @@ def mean_distances(
     seed=st.integers(0, 99),
 )
 @settings(max_examples=30)
-def test_nearest_neighbours_equal_all_distances(
-    metric: str, n: int, m: int, k: int, neighbours: int, seed: int
-) -> None:
+def test_nearest_neighbours_equal_all_distances(n: int, m: int, k: int, neighbours: int, seed: int) -> None:
     rows, reference = drawn(n, k, seed), drawn(m, k, seed + 1) if m else None
-    result = detect("nearest_neighbours", {"neighbours": neighbours, "metric": metric}, rows, reference, 0)
-    expected = mean_distances(
-        rows, rows if reference is None else reference, neighbours, reference is None, metric
-    )
+    result = detect("nearest_neighbours", {"neighbours": neighbours}, rows, reference, 0)
+    expected = mean_distances(rows, rows if reference is None else reference, neighbours, reference is None)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -91,34 +80,6 @@ def test_detector_scores_far_row_highest(name: str) -> None:
     rows[17] += 30
     assert detect(name, FEW[name], rows, None, 0).argmax() == 17
     assert detect(name, FEW[name], rows, drawn(200, 8, 5), 0).argmax() == 17
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("isolation_forest", {"unit_length": True, "trees": 25}), ("nearest_neighbours", {"metric": "cosine"})],
-)
-def test_detector_by_direction_ignores_length(name: str, options: dict[str, Any]) -> None:
-    random = np.random.default_rng(3)
-    rows = np.array([1.0, 0.2, 0.1]) + 0.05 * random.normal(size=(100, 3))
-    rows[4] = [-1, 0.2, 0.1]
-    result = detect(name, options, rows, None, 0)
-    lengths = 2.0 ** random.integers(-20, 20, (100, 1))
-    np.testing.assert_allclose(detect(name, options, rows * lengths, None, 0), result, rtol=1e-9)
-    assert result.argmax() == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("isolation_forest", {"unit_length": True, "trees": 25}), ("nearest_neighbours", {"metric": "cosine"})],
-)
-def test_detector_by_direction_zero_rows(name: str, options: dict[str, Any]) -> None:
-    rows = drawn(20, 3)
-    rows[[2, 9]] = 0
-    result = detect(name, options, rows, None, 0)
-    assert np.flatnonzero(np.isnan(result)).tolist() == [2, 9]
-    np.testing.assert_array_equal(
-        result[~np.isnan(result)], detect(name, options, np.delete(rows, [2, 9], 0), None, 0)
-    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -188,13 +149,11 @@ def test_nearest_neighbours_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("isolation_forrest", {}, "did you mean isolation_forest?"),
         ("lof", {}, "some of isolation_forest, nearest_neighbours"),
-        ("isolation_forest", {"contamination": 0.1}, "a verdict needs analyze.outliers.reference"),
         ("isolation_forest", {"tree": 5}, "did you mean trees? it takes trees, samples_per_tree"),
         ("isolation_forest", {"trees": 0}, "got 0 trees, expected at least 1"),
         ("isolation_forest", {"trees": 1.5}, "trees: got 1.5, expected a whole number"),
         ("isolation_forest", {"samples_per_tree": 1}, "got 1 samples_per_tree, expected at least 2"),
         ("nearest_neighbours", {"neighbours": 0}, "got 0 neighbours, expected at least 1"),
-        ("nearest_neighbours", {"metric": "cosin"}, "did you mean cosine?"),
         ("nearest_neighbours", {"neighbours": "ten"}, "expected a whole number"),
     ],
 )
@@ -209,5 +168,3 @@ def test_detector_reference_of_other_width_refused() -> None:
         detect("isolation_forest", {}, drawn(5, 3), drawn(5, 4), 0)
     with pytest.raises(ConfigError, match="no row of the reference"):
         detect("nearest_neighbours", {}, drawn(5, 3), np.full((2, 3), np.nan), 0)
-    with pytest.raises(ConfigError, match="no row of the reference"):
-        detect("nearest_neighbours", {"metric": "cosine"}, drawn(5, 3), np.zeros((2, 3)), 0)

@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import median_abs_deviation, spearmanr
+from scipy.stats import spearmanr
 
 from psgrad.errors import ConfigError
 from psgrad.quality.judging import judge, rank_samples
-from psgrad.quality.references import OTHER, join_small, labels_of, robust_z
+from psgrad.quality.references import OTHER, join_small, labels_of
 from psgrad.run.results import SAMPLE_COLUMNS
 from psgrad.run.results.manifest import content_of
 from tests.quality.frames import config, samples, trusted
 
 NEW_COLUMNS = (
-    "robust_z",
     "p_value",
     "q_value",
     "outlier_score",
@@ -237,32 +236,6 @@ def test_judge_score_refused(score: str, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_judge_robust_z_flags_nothing() -> None:
-    random = np.random.default_rng(0)
-    norms = np.exp(np.append(random.normal(size=2000), 30.0))
-    frame = judge(samples(norms), config(), trusted(np.exp(random.normal(size=100)))).frame
-    assert frame["robust_z"].iloc[-1] > 20
-    assert not frame["is_outlier_issue"].any(), "one outlier is below what 100 trusted samples can tell"
-
-
-@given(st.lists(st.floats(-5, 5), min_size=30, max_size=60))
-def test_robust_z_has_the_scale_of_scipy(values: list[float]) -> None:
-    log_norms = np.array(values)
-    z, _ = robust_z(log_norms, np.full(len(values), "all", object))
-    scale = median_abs_deviation(log_norms, scale="normal")
-    if scale > 0:
-        np.testing.assert_allclose(z, (log_norms - np.median(log_norms)) / scale, rtol=1e-13, atol=1e-13)
-
-
-def test_robust_z_ties_and_small_groups() -> None:
-    values = np.concatenate([np.zeros(30), np.full(10, 4.0), np.ones(40), np.arange(5.0), [-np.inf]])
-    labels = np.repeat(np.array(["ties", "same", "few"], object), [40, 40, 6])
-    z, without = robust_z(values, labels)
-    np.testing.assert_allclose(z[30:40], 4.0 / (1.2533 * 1.0), rtol=1e-4)
-    assert np.isnan(z[40:]).all()
-    assert without == {"same": "degenerate", "few": "fewer than 30 rows"}
-
-
 def test_judge_compares_norm_with_loss() -> None:
     random = np.random.default_rng(3)
     norms, losses = random.lognormal(size=200), random.lognormal(size=200)
@@ -281,18 +254,6 @@ def test_judge_nearly_equal_order() -> None:
         samples(norms).assign(loss=losses), config(review_fraction=0.005)
     ).facts.loss_agreement.words
     assert "loss 0.9999; 0 of the first 10" in words
-
-
-def test_judge_low_separability() -> None:
-    random = np.random.default_rng(4)
-    strange = np.append(random.normal(size=700), random.normal(1.7, 0.3, size=300))
-    facts = judge(samples(np.exp(strange)), config(), trusted(np.exp(random.normal(size=2000)))).facts
-    assert facts.separability.low
-    assert facts.separability.words.startswith("low separability")
-    sound = judge(
-        samples(np.exp(random.normal(size=1000))), config(), trusted(np.exp(random.normal(size=2000)))
-    ).facts
-    assert sound.separability.low is False
 
 
 @pytest.mark.parametrize(("shift", "warned"), [(-1.0, True), (0.0, False), (1.0, True)])

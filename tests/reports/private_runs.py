@@ -93,8 +93,5 @@ def plan(**changes: Any) -> DPPlanResult:
     }
     for key in ("steps", "noise_multiplier", "noise_std"):
         del setting[key]
-    rows = [
-        NoisePlan(z, 2 * z, 3 / z, 2.7 / z, curve(3 / z), configured=z == 1.1)
-        for z in (0.55, 0.8, 1.1, 1.5, 2.2)
-    ]
-    return DPPlanResult(rows, setting, plot=Path("runs/private-plan.png"))
+    rows = [NoisePlan(z, 2 * z, 3 / z, 2.7 / z, configured=z == 1.1) for z in (0.55, 0.8, 1.1, 1.5, 2.2)]
+    return DPPlanResult(rows, setting)

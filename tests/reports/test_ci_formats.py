@@ -15,8 +15,14 @@ import jsonschema
 import junitparser
 import pytest
 
-from psgrad.reports.ci import FORMATS, SARIF_RESULTS, render_check
-from psgrad.reports.ci_text import SUMMARY_BYTES, render_markdown, write_summary
+from psgrad.reports.ci import (
+    FORMATS,
+    SARIF_RESULTS,
+    SUMMARY_BYTES,
+    render_check,
+    render_markdown,
+    write_summary,
+)
 from psgrad.run import RunFolder
 from psgrad.run.finished import read_check, write_check
 from psgrad.run.results import RULES, CheckResult, GateOutcome, Location

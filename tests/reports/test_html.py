@@ -17,6 +17,7 @@ import pytest
 from psgrad.quality.judging import rank_samples
 from psgrad.reports.analyze_page import render, write_report
 from psgrad.reports.analyze_plots import norm_histogram
+from psgrad.reports.analyze_terminal import summary
 from psgrad.run.results import AnalyzeResult, MeasureResult, TopSample, top_samples
 from psgrad.run.results.manifest import read_manifest
 from tests.reports import frames, influence_runs, private_runs
@@ -111,7 +112,7 @@ def test_the_page_shows_all_figures_the_table_the_pictures_and_the_facts() -> No
     for heading in headings:
         assert heading in page.text
     sources = [value for tag, name, value in page.attributes if (tag, name) == ("img", "src")]
-    assert len(sources) == 20 + 3
+    assert len(sources) == 20 + 4
     for words in (
         "1,797",
         "2.1e-07",
@@ -191,7 +192,7 @@ def test_markup_from_ids_classes_texts_and_the_manifest_stays_text() -> None:
         ),
         pytest.param(
             frames.result(rank_samples(frames.regression(9000).assign(loss=lambda f: f["loss"] - 1), 0.6)),
-            id="binned, negative",
+            id="many, negative",
         ),
         pytest.param(
             frames.result(frames.regression(9).assign(target=None, prediction=None)), id="no targets"
@@ -266,6 +267,23 @@ def test_the_same_result_gives_the_same_page() -> None:
     assert written(result) == written(result)
 
 
+def test_the_orders_by_norm_and_by_loss_are_compared_on_the_page_and_on_the_terminal() -> None:
+    words = "rank correlation of grad_norm and loss 0.9964; 12 of the first 18 by the one are so by the other"
+    agreement = {"other": "loss", "spearman": 0.99645, "top": 18, "shared": 12, "words": words}
+    facts = {"decided_by": "review list", "score": "grad_norm", "loss_agreement": agreement}
+    run = frames.result(frames.classification(60), manifest={**frames.MANIFEST, "outliers": facts})
+    assert words in summary(run).splitlines()
+    page = page_of(run)
+    assert f"R{words[1:]}." in page
+    assert "12 of 18" in page
+    assert "--set analyze.outliers.score=loss" in page
+    agreement = {**agreement, "other": "grad_norm"}
+    by_loss = {**frames.MANIFEST, "outliers": {**facts, "score": "loss", "loss_agreement": agreement}}
+    page = page_of(frames.result(frames.classification(60), manifest=by_loss))
+    assert "Which training examples are first by loss?" in page
+    assert "--set analyze.outliers.score=loss" not in page
+
+
 VALUES = (("age", 39.0), ("hours per week", 40), ("ids", "3 17 22"), ("missing", None))
 
 
@@ -281,7 +299,7 @@ def test_rows_of_a_table_are_shown_with_their_values() -> None:
     table = page.split('id="values"')[1].split("</table>")[0]
     for words in ("age", "hours per week", "39", "40", "3 17 22", "–"):
         assert f">{words}<" in table
-    assert table.count("<tr data-s=") == 5
+    assert table.count("<tr>") == 6
     assert '<a href="#inputs">' in page
 
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from psgrad.commands.analyze_tables import result_of
 from psgrad.engine.measures.measure import Gathered
 from psgrad.plugins import MEASURES, own_classes
-from psgrad.reports.measure_plots import histograms
 from psgrad.reports.measures import measure_sections
 from psgrad.run.results import MeasureResult
 from tests.reports import frames
@@ -60,12 +58,7 @@ def test_sources_and_meanings_of_known_measures_are_whole() -> None:
         )
         (section,) = measure_sections(replace(frames.result(samples), measures={kind.name: measure}), {}, 0)
         assert kind.source in dict(section.about).values()
-        columns = list(kind.meanings)
-        if columns:
-            shown = samples.assign(**dict.fromkeys(columns, np.arange(20.0)))
-            caption = histograms(measure, shown, columns).caption
-            assert "…" not in caption
-            assert all(meaning in caption for meaning in kind.meanings.values())
+        assert [meaning for _, meaning in section.columns] == list(kind.meanings.values())
 
 
 @pytest.mark.parametrize(

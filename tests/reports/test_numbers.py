@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from psgrad.reports.analyze_page import input_cards
-from psgrad.reports.analyze_tables import class_pages, class_statistics, class_table, sample_table
+from psgrad.reports.analyze_tables import class_statistics, sample_table
 from psgrad.reports.analyze_terminal import top_table
 from psgrad.reports.influence_terminal import sides_table
 from psgrad.reports.influence_words import examples, self_influences, signed
@@ -30,9 +30,7 @@ def run() -> AnalyzeResult:
     """
     samples = frames.classification(300)
     places = np.random.default_rng(3).permutation(300)
-    return frames.result(
-        samples.assign(robust_z=places / 7, p_value=places / 300 + 1e-3, outlier_score=places / 11)
-    )
+    return frames.result(samples.assign(p_value=places / 300 + 1e-3, outlier_score=places / 11))
 
 
 def by_id(samples: pd.DataFrame) -> dict[str, dict[Any, Any]]:
@@ -56,44 +54,28 @@ def test_numbers_of_the_table_of_samples_are_those_of_their_columns() -> None:
         assert cells["percentile"] == percentile(row["percentile"])
         assert cells["confidence"] == percent(row["confidence"])
         assert (cells["loss"], cells["grad_norm"]) == (number(row["loss"]), number(row["grad_norm"]))
-        assert [cells[each] for each in ("robust_z", "p_value", "outlier_score")] == [
-            number(row[each]) for each in ("robust_z", "p_value", "outlier_score")
+        assert [cells[name] for name in ("p_value", "outlier_score")] == [
+            number(row[name]) for name in ("p_value", "outlier_score")
         ]
     assert [cells["rank"] for cells in shown[:3]] == ["1", "2", "3"]
 
 
-def test_numbers_on_cards_and_in_class_pages_are_those_of_their_samples() -> None:
+def test_numbers_on_cards_and_of_classes_are_those_of_their_samples() -> None:
     result = run()
     known = by_id(result.samples)
     cards = input_cards(result)
     assert len(cards) > 10
     for place, card in enumerate(cards, start=1):
         row = known[card.id]
-        assert (card.rank, card.loss, card.norm, card.sample) == (
-            str(row["rank"]),
-            number(row["loss"]),
-            number(row["grad_norm"]),
-            row["index"],
-        )
+        assert (card.loss, card.norm) == (number(row["loss"]), number(row["grad_norm"]))
         shown = card.rank, card.label, card.prediction
         assert shown == (str(place), str(row["target"]), str(row["prediction"]))
-    statistics = class_statistics(result.samples)
-    pages = class_pages(result, statistics)
-    assert len(pages) == 10
-    for page in pages:
-        for cells in columns(page.worst):
-            row = known[cells["id"]]
-            assert cells["rank"] == str(row["rank"])
-            assert number(row["loss"]) in cells.values()
-            assert number(row["grad_norm"]) in cells.values()
     finite = result.samples[result.samples["status"] == "ok"]
-    for cells in columns(class_table(result, statistics)):
-        inside = finite[finite["target"] == int(cells["class"])]
-        assert (cells["median_norm"], cells["median_loss"]) == (
-            number(inside["grad_norm"].median()),
-            number(inside["loss"].median()),
-        )
-        assert cells["listed"] == str(int(inside["is_outlier_issue"].sum()))
+    for target, row in class_statistics(result.samples).to_dict("index").items():
+        inside = finite[finite["target"] == target]
+        medians = inside["grad_norm"].median(), inside["loss"].median()
+        assert (row["median_norm"], row["median_loss"]) == medians
+        assert row["listed"] == inside["is_outlier_issue"].sum()
 
 
 def test_numbers_on_the_terminal_are_those_of_their_columns() -> None:

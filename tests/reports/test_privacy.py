@@ -24,7 +24,6 @@ from psgrad.reports.privacy import (
     live_words,
     spent_words,
     write_plan_of_noise,
-    write_private_steps,
     write_step,
 )
 from tests.reports import private_runs
@@ -180,15 +179,6 @@ def test_what_is_public_says_nothing_of_the_records() -> None:
     assert [stream.getvalue() for stream in texts[0]] == [stream.getvalue() for stream in texts[1]]
 
 
-def test_private_steps_come_under_their_warning() -> None:
-    stream = io.StringIO()
-    write_private_steps(private_runs.result(), stream)
-    lines = stream.getvalue().splitlines()
-    assert lines[0].startswith("NOT PRIVATE")
-    assert lines[1].split()[:3] == ["step", "batch", "size"]
-    assert [int(line.split()[0]) for line in lines[2:]] == list(range(111, 121))
-
-
 def test_a_plan_has_a_row_a_multiplier_and_marks_the_configured_one() -> None:
     stream = io.StringIO()
     write_plan_of_noise(private_runs.plan(target_epsilon=3.0), "terminal", stream)
@@ -198,7 +188,6 @@ def test_a_plan_has_a_row_a_multiplier_and_marks_the_configured_one() -> None:
     assert [line.split()[0] for line in table[1:6]] == ["0.55", "0.8", "1.1", "1.5", "2.2"]
     assert [line.endswith("* configured") for line in table[1:6]] == [False, False, True, False, False]
     assert table[3].split()[1:5] == ["2.2", "2.728", "2.455", "300"]
-    assert table[-1] == "runs/private-plan.png"
     assert answers(stream.getvalue())["target"] == "epsilon 3, which the row marked * meets"
 
 
@@ -209,4 +198,3 @@ def test_a_plan_as_json() -> None:
     assert told["planned_steps"] == 300
     assert [plan["noise_multiplier"] for plan in told["plans"]] == [0.55, 0.8, 1.1, 1.5, 2.2]
     assert [plan["configured"] for plan in told["plans"]].count(True) == 1
-    assert told["plot"] == "runs/private-plan.png"

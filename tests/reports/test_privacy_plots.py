@@ -7,25 +7,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
-from matplotlib.lines import Line2D
 
 from psgrad.reports.figures import Plot
 from psgrad.reports.privacy_plots import (
     clipping_by_step,
     epsilon_against_steps,
-    epsilon_by_multiplier,
     losses_by_step,
     norms_before_clipping,
     private_plots,
-    public_plots,
     write_plots,
 )
+from psgrad.run.private_runs import PrivateRunFolder
 from tests.reports import private_runs
 
 
@@ -44,19 +43,6 @@ def test_the_steps_taken_and_those_planned_are_one_curve() -> None:
     planned, taken = axes_of(epsilon_against_steps(result)).lines[:2]
     np.testing.assert_allclose(np.column_stack(planned.get_data()), result.curve)
     np.testing.assert_allclose(np.column_stack(taken.get_data()), result.curve[:120], rtol=1e-6)
-
-
-def test_a_line_through_a_few_points_goes_through_them_and_not_below_a_square_root_between_them() -> None:
-    result = private_runs.result(steps=120)
-    few = [point for point in private_runs.curve(1.8) if point[0] in (1, 5, 19, 75, 169, 300)]
-    by_pld = replace(result, curve=few, curve_accountant="PLD")
-    planned = axes_of(epsilon_against_steps(by_pld)).lines[0]
-    steps, spent = (np.asarray(values, dtype=float) for values in planned.get_data())
-    assert set(zip(*zip(*few, strict=True), strict=True)) <= set(
-        zip(steps.tolist(), spent.tolist(), strict=True)
-    )
-    np.testing.assert_allclose(spent, 1.8 * np.sqrt(steps / 300), rtol=1e-12)
-    assert len(steps) > 100
 
 
 def test_figures_of_one_step_begin_at_zero_and_have_whole_ticks_and_no_line() -> None:
@@ -108,33 +94,6 @@ def test_an_infinite_epsilon_is_reported_in_words() -> None:
     assert plot.png().startswith(b"\x89PNG")
 
 
-def lines_of(axes: Axes) -> list[Line2D]:
-    """The curves, without marks and what is there for the legend."""
-    return [line for line in axes.lines if len(np.atleast_1d(line.get_xdata())) > 2]
-
-
-def test_a_plan_has_a_named_line_a_multiplier_and_its_final_bound() -> None:
-    plan = private_runs.plan()
-    plot = epsilon_by_multiplier(plan)
-    axes = axes_of(plot)
-    assert len(lines_of(axes)) == 5
-    ends = [
-        line.get_data()
-        for line in axes.lines
-        if line.get_marker() == "D" and len(np.atleast_1d(line.get_xdata())) == 1
-    ]
-    assert [(int(steps[0]), float(spent[0])) for steps, spent in ends] == [
-        (300, row.epsilon_pld) for row in plan.rows
-    ]  # type: ignore[index]
-    assert [text.get_text() for text in plot.figure.legends[0].texts] == [
-        "multiplier 0.55: 4.91",
-        "multiplier 0.8: 3.375",
-        "multiplier 1.1: 2.455",
-        "multiplier 1.5: 1.8",
-        "multiplier 2.2: 1.228",
-    ]
-
-
 def test_the_histogram_has_every_norm_and_the_bound() -> None:
     result = private_runs.result()
     axes = axes_of(norms_before_clipping(result))
@@ -166,27 +125,23 @@ def marked(plots: Iterable[Plot]) -> list[bool]:
 def test_what_is_not_private_says_so_in_the_picture() -> None:
     result = private_runs.result()
     assert all(marked(private_plots(result)))
-    assert not any(marked(public_plots(result)))
+    assert not any(marked([epsilon_against_steps(result)]))
 
 
 def test_public_figures_follow_from_what_is_public() -> None:
     one = private_runs.result()
     other = replace(one, steps=one.steps.assign(mean_loss=9.0, batch_size=1), norms=one.norms * 3, bound=17.0)
-    assert [plot.svg() for plot in public_plots(one)] == [plot.svg() for plot in public_plots(other)]
+    assert epsilon_against_steps(one).svg() == epsilon_against_steps(other).svg()
 
 
 @pytest.mark.long
-def test_each_figure_goes_where_it_belongs() -> None:
-    files: dict[str, bytes] = {}
-    write_plots(
-        private_runs.result(steps=1),
-        lambda name, data: files.update({f"public/{name}": data}),
-        lambda name, data: files.update({f"private/{name}": data}),
-    )
+def test_each_figure_goes_where_it_belongs(tmp_path: Path) -> None:
+    write_plots(private_runs.result(steps=1), PrivateRunFolder(tmp_path))
+    files = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*.png")}
     assert sorted(files) == [
-        "private/clip_fraction.png",
-        "private/losses.png",
-        "private/norms.png",
+        "private/NOT_PRIVATE_clip_fraction.png",
+        "private/NOT_PRIVATE_losses.png",
+        "private/NOT_PRIVATE_norms.png",
         "public/epsilon.png",
     ]
     assert all(data.startswith(b"\x89PNG") for data in files.values())
@@ -197,10 +152,6 @@ def test_each_figure_goes_where_it_belongs() -> None:
 def test_figures_render_without_warnings_and_leave_matplotlib_as_it_was() -> None:
     before = dict(matplotlib.rcParams)
     result = private_runs.result()
-    for plot in [
-        *public_plots(result),
-        *private_plots(result),
-        epsilon_by_multiplier(private_runs.plan(target_epsilon=2.0)),
-    ]:
+    for plot in [epsilon_against_steps(result), *private_plots(result)]:
         assert plot.png().startswith(b"\x89PNG")
     assert dict(matplotlib.rcParams) == before

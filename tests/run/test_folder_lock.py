@@ -13,7 +13,7 @@ import pytest
 
 from psgrad.errors import OutputExistsError
 from psgrad.run import RunFolder
-from psgrad.run.folder_lock import FolderLock, require_unlocked
+from psgrad.run.durable_files import FolderLock
 from psgrad.run.gradient_index import GradientIndex
 
 pytest.importorskip("fcntl")
@@ -83,7 +83,7 @@ def test_overwrite_by_the_same_process_and_several_holders(tmp_path: Path) -> No
     for part in (first, second):
         part.hold()
         part.hold()
-    require_unlocked(tmp_path / "run")
+    FolderLock(tmp_path / "run", alone=True).release()
     first.let_go()
     first.let_go()
     second.let_go()

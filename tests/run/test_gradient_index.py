@@ -331,38 +331,3 @@ def test_gradient_index_flipped_bit(tmp_path: Path) -> None:
     ) as refusal:
         GradientIndex.open(tmp_path / "index")
     assert "delete it, then psgrad influence index CONFIG --resume" in str(refusal.value)
-
-
-# -- Some of the rows ----------------------------------------------------------------------------------------
-
-
-def test_index_chosen_rows_are_those_of_a_scan(tmp_path: Path) -> None:
-    follow(tmp_path, [0, 1, 2, 3, 4])
-    index = follow(tmp_path, [0, 2, 3, 5, 6, 7])
-    whole = np.array(all_of(index, "rows"))
-    assert whole.tolist() == [0, 2, 3, 5, 6, 7]
-    for chosen in ([0], [5], [1, 3, 4], [0, 2, 5], [0, 1, 2, 3, 4, 5]):
-        for most in (1, 2, 9):
-            found, done = [], 0
-            for before, each in index.chosen(0, np.array(chosen), most):
-                assert before == done
-                assert len(each["rows"]) <= most
-                found.append(each["rows"])
-                done += len(each["rows"])
-            np.testing.assert_array_equal(np.concatenate(found)[:, 0], whole[chosen])
-    assert list(index.chosen(0, np.array([], np.int64), 3)) == []
-
-
-def test_index_identity_of_rows_follows_their_numbers(tmp_path: Path) -> None:
-    index = GradientIndex.create(tmp_path / "one", DESCRIPTION)
-    fill(index)
-    same = GradientIndex.create(tmp_path / "two", DESCRIPTION)
-    fill(same)
-    known = index.identity_of_rows(0)
-    assert same.identity_of_rows(0) == known != index.identity_of_rows(1)
-    rows = index.read(0, 1)
-    same.write(0, 1, rows | {"loss": rows["loss"] + 1})
-    assert same.identity_of_rows(0) != known
-    other = GradientIndex.create(tmp_path / "three", {**DESCRIPTION, "dtype": "float64"})
-    fill(other)
-    assert other.identity_of_rows(0) != known

@@ -224,6 +224,6 @@ def test_private_run_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(os, "fsync", full)
         with pytest.raises(OutputError, match="the disk is full") as failure:
             folder.write_checkpoint(b"new")
-    assert "was written before is whole: the ledger and the last checkpoint" in str(failure.value)
+    assert "hint: the ledger and the last checkpoint" in str(failure.value)
     assert "go on with --resume" in str(failure.value)
     assert folder.checkpoint.read_bytes() == b"old"

@@ -56,19 +56,6 @@ class L1(Loss):
 
 
 @dataclass(frozen=True)
-class SmoothL1(Loss):
-    """Squares of small errors, divided by 2 beta, and absolute values of large ones."""
-
-    beta: Threshold = 1.0
-
-    name: ClassVar[str] = "smooth_l1"
-    kind: ClassVar[LossKind] = "value"
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        return mean_of(lambda o, t: F.smooth_l1_loss(o, t, beta=self.beta), output, target)
-
-
-@dataclass(frozen=True)
 class Huber(Loss):
     """Half the squares of small errors, and absolute values of large ones, times delta."""
 

@@ -1,15 +1,18 @@
-"""Datasets that a factory of the user's own returns."""
+"""Datasets that a factory of the user's own returns: their items, as tensors, and blocks of them."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
+import pickle
+import random
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,21 @@ import torch
 from torch import Tensor
 
 from psgrad.config import DataConfig
-from psgrad.data.columns import input_names, require_rows
+from psgrad.data.columns import input_names, length_inputs, require_columns, require_rows, target_names
 from psgrad.data.kept import KeptBytes
-from psgrad.data.rows import Array, Block, Samples, row_numbers, unique_ids, unit_ids
-from psgrad.data.sources.items import Item, Items, seed_by_row
+from psgrad.data.rows import (
+    Array,
+    Block,
+    Samples,
+    checked_weights,
+    row_numbers,
+    stacked,
+    to_tensor,
+    unique_ids,
+    unit_ids,
+)
 from psgrad.data.targets import Labels
-from psgrad.errors import DataError, PsgradError
+from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.ragged import RaggedAxes, padded_and_stacked
 from psgrad.random_state import restored
 from psgrad.user_code import call_factory, describe_failure
@@ -49,8 +61,26 @@ def made_by_factory(config: DataConfig, base: Path) -> Any:
     return dataset
 
 
+@dataclass(frozen=True)
+class Item:
+    """What is used of an item: the inputs, and the target where there is one, as tensors; what the columns
+    hold that name the row, and say whom it belongs to.
+    """
+
+    tensors: tuple[Tensor, ...]
+    has_target: bool
+    id: Any = None
+    unit: Any = None
+
+    @property
+    def shapes(self) -> list[list[int]]:
+        """The shape of each tensor."""
+        return [list(x.shape) for x in self.tensors]
+
+
 class DatasetSamples(Samples):
-    """Items of a Dataset, read one by one and stacked; those that differ in length are padded.
+    """Items of a Dataset, each a tuple (input, ..., target) or a dict of columns, read one by one and
+    stacked; those that differ in length are padded.
 
     An item that was read is kept, as far as there is room: so each is made once, for its fingerprint, its id
     and all passes. Where there is no room it is made again, and draws the same from the global generators.
@@ -59,19 +89,21 @@ class DatasetSamples(Samples):
     def __init__(
         self, dataset: Any, config: DataConfig, unit: str | None = None, labels: Labels | None = None
     ) -> None:
-        self._dataset, self._config = dataset, config
-        listed = None if unit is None else getattr(dataset, unit, None)
+        self._dataset, self._config, self._unit = dataset, config, unit
         self._labels = labels or Labels()
-        self._items = Items(dataset, config, unit if listed is None else None, self._labels)
-        self._source = self._items.source
+        self._source = f"the dataset of {config.factory}"
         self._kept, self._anew = KeptBytes(_room()), False
-        self._count = count = len(self._items)
-        require_rows(count, self._source)
+        try:
+            self._count = len(dataset)
+        except Exception as error:
+            raise DataError(f"the length of {self._source} raised {describe_failure(error)}") from error
+        require_rows(self._count, self._source)
         with restored():
             self._first = self._looked_at(0)
-            units = None if unit is None else self._units(unit, listed)
-            self.ragged = self._ragged(count)
-        super().__init__(None, None, self._digest(count, units), units)
+            listed = [] if unit is None else [self._looked_at(row).unit for row in range(self._count)]
+            units = None if unit is None else unit_ids(listed, unit)
+            self.ragged = self._ragged()
+        super().__init__(None, None, self._digest(units), units)
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None
         self.sources, self.code = tuple(each.__module__ for each in type(dataset).__mro__), (dataset,)
@@ -90,7 +122,13 @@ class DatasetSamples(Samples):
     def take(self, rows: Array) -> Block:
         numbers = self._existing(rows).tolist()
         distinct = {row: self._item(row) for row in dict.fromkeys(numbers)}
-        return self._stacked(numbers, [distinct[row] for row in numbers])
+        for row, item in distinct.items():
+            if self._fixed(item) != self._fixed(self._first):
+                raise DataError(
+                    f"row {row} of {self._source} has the shapes {item.shapes}, row 0 {self._first.shapes}",
+                    hint="pad or cut the items to one length in the dataset",
+                )
+        return self._stacked([distinct[row] for row in numbers])
 
     def anew(self) -> Samples:
         found = copy.copy(self)
@@ -110,17 +148,12 @@ class DatasetSamples(Samples):
         """The SHA-256 of the rows, each of which is read for it.
 
         For a row that can't be read the error is hashed; it is raised when that row is used, after the rows
-        before it. Rows draw the same numbers from the global generators each time. A dataset with generators
-        of its own has another hash in each process.
+        before it. A dataset with generators of its own has another hash in each process.
         """
         return self.content_of(range(len(self) if count is None else count))
 
     def content_of(self, rows: Sequence[int]) -> str:
-        digest = hashlib.sha256(self.fingerprint.encode())
-        with restored():
-            for row in rows:
-                self._add(digest, row)
-        return digest.hexdigest()
+        return self._with_rows(hashlib.sha256(self.fingerprint.encode()), rows)
 
     def describe(self, row: int) -> str | None:
         """What the dataset's own `describe(row)` says, if it has one."""
@@ -134,70 +167,116 @@ class DatasetSamples(Samples):
     def input_names(self) -> list[str]:
         return list(map(str, input_names(self._config)))
 
-    def special_tokens(self) -> frozenset[int]:
-        tokenizer = getattr(self._dataset, "tokenizer", None)
-        return frozenset(map(int, getattr(tokenizer, "all_special_ids", None) or ()))
-
-    def pieces(self, ids: Sequence[int]) -> list[str] | None:
-        """What the dataset's own `tokenizer` says, as Hugging Face has them."""
-        decode = getattr(getattr(self._dataset, "tokenizer", None), "decode", None)
-        if not callable(decode):
-            return None
-        try:
-            return [str(decode([each])) for each in ids]
-        except Exception as error:
-            how = "tokenizer.decode([id])"
-            raise DataError(f"{how} of {self._source} raised {describe_failure(error)}") from error
-
-    def _looked_at(self, row: int) -> Item:
-        """An item that draws by its row, and is kept."""
-        kept = self._kept.get(row)
-        if kept is not None:
-            return Item.of_content(kept)
-        seed_by_row(row)
-        found = self._items(row)
-        self._kept.put(row, found.content())
-        return found
+    # -- items -----------------------------------------------------------------------------------------------
 
     def _item(self, row: int) -> Item:
         if self._anew:
-            return self._items(row)
+            return self._made(row)
         with restored():
             return self._looked_at(row)
 
-    def _stacked(self, rows: Sequence[int], items: Sequence[Item]) -> Block:
-        for row, item in zip(rows, items, strict=True):
-            self._require_like_the_first(row, item)
+    def _looked_at(self, row: int) -> Item:
+        """An item that draws by its row from the global generators, in every process, and is kept."""
+        kept = self._kept.get(row)
+        if kept is not None:
+            arrays, *others = pickle.loads(kept)
+            return Item(tuple(map(torch.from_numpy, arrays)), *others)
+        torch.default_generator.manual_seed(row)
+        np.random.seed(row)
+        random.seed(row)
+        found = self._made(row)
+        arrays = tuple(x.contiguous().numpy() for x in found.tensors)
+        self._kept.put(row, pickle.dumps((arrays, found.has_target, found.id, found.unit)))
+        return found
+
+    def _made(self, row: int) -> Item:
+        """One item. Raises DataError where it can't be made or used, ConfigError where names do not fit."""
+        try:
+            item = self._dataset[row]
+        except Exception as error:
+            raise DataError(f"row {row} of {self._source} raised {describe_failure(error)}") from error
+        return self._of_columns(item, row) if isinstance(item, Mapping) else self._by_position(item, row)
+
+    def _of_columns(self, item: Mapping[str, Any], row: int) -> Item:
+        config, known = self._config, [str(name) for name in item]
+        names, targets = input_names(config), target_names(config)
+        if not names:
+            raise ConfigError(
+                f"the items of {self._source} are dicts, and data.inputs does not say which columns the"
+                f" model reads; expected one or more of {', '.join(known)}",
+            )
+        others = [name for name in (config.weight, config.id, self._unit) if name is not None]
+        require_columns([*names, *targets, *others], known, self._source)
+        lengths, tensors = length_inputs(config), []
+        for place, name in enumerate(names):
+            value = len(item[name]) if place in lengths else item[name]
+            tensors.append(to_tensor(_as_array(value, name, row), name))
+        if config.weight is not None:
+            weight = to_tensor(_as_array(item[config.weight], config.weight, row), config.weight).reshape(1)
+            tensors.append(
+                checked_weights(weight, config.weight, lambda _: f"row {row} of {self._source}")[0]
+            )
+        found = [self._target(item[name], name, row) for name in targets]
+        if len(found) > 1:
+            found = [stacked([x.unsqueeze(0) for x in found], targets, "data.target")[0]]
+        about = (None if name is None else _plain(item[name]) for name in (config.id, self._unit))
+        return Item((*tensors, *found), bool(found), *about)
+
+    def _by_position(self, item: Any, row: int) -> Item:
+        keys = ("inputs", "target", "weight", "id")
+        given = [f"data.{name}" for name in keys if getattr(self._config, name) is not None]
+        given += [] if self._unit is None else ["privacy.unit.column"]
+        if given:
+            raise ConfigError(
+                f"the items of {self._source} are of type {type(item).__name__} and have no names for"
+                f" {given[0]} to select",
+                hint=f"leave out {', '.join(given)}: the last value is the target; or return dicts",
+            )
+        values = list(item) if isinstance(item, tuple | list) else [item]
+        target = [self._target(values.pop(), "target", row)] if len(values) > 1 else []
+        named = [(f"input {place}", value) for place, value in enumerate(values)]
+        inputs = [to_tensor(_as_array(value, name, row), name) for name, value in named]
+        return Item((*inputs, *target), bool(target))
+
+    def _target(self, value: Any, name: str, row: int) -> Tensor:
+        if isinstance(value, str) and self._labels.names is None:
+            raise ConfigError(
+                f"the target {name!r} in row {row} of {self._source} is {value!r}, the name of a class;"
+                " expected data.class_names with all names, in the order of the labels 0, 1, 2, ...",
+            )
+        array = np.array(value, dtype=object) if isinstance(value, str) else _as_array(value, name, row)
+        if array.ndim == 0:
+            plain = array.numpy() if isinstance(array, Tensor) else array
+            where = f"row {row} of {self._source}"
+            array = self._labels.encoded(plain.reshape(1), name, lambda _: where).values[0:1].reshape(())
+        return to_tensor(array, name)
+
+    # -- blocks of them --------------------------------------------------------------------------------------
+
+    def _stacked(self, items: Sequence[Item]) -> Block:
         columns = list(zip(*(item.tensors for item in items), strict=True))
-        if self.ragged is None:
-            tensors, lengths = [torch.stack(column) for column in columns], None
-        else:
-            padding = self.ragged.padding
-            tensors = [padded_and_stacked(x, value) for x, value in zip(columns, padding, strict=False)]
-            lengths = torch.tensor([self._lengths_of(item) for item in items])
+        padding = (0,) * len(columns) if self.ragged is None else self.ragged.padding
+        tensors = [padded_and_stacked(x, value) for x, value in zip(columns, padding, strict=False)]
+        lengths = None
+        if self.ragged is not None:
+            axes = [(place, axis) for place, pairs in enumerate(self.ragged.axes) for axis, _ in pairs]
+            lengths = torch.tensor([[item.shapes[place][axis] for place, axis in axes] for item in items])
         target = tensors.pop() if self._first.has_target else None
         return Block(tuple(tensors), target, lengths, self.ragged)
 
-    def _lengths_of(self, item: Item) -> list[int]:
-        assert self.ragged is not None
-        ragged = zip(item.tensors, self.ragged.axes, strict=False)
-        return [x.shape[axis] for x, axes in ragged for axis, _ in axes]
+    def _fixed(self, item: Item) -> list[list[int]]:
+        """The shapes of an item, without the lengths that differ from row to row."""
+        found = item.shapes
+        for shape, pairs in zip(found, () if self.ragged is None else self.ragged.axes, strict=False):
+            for axis, _ in pairs if len(shape) > max((axis for axis, _ in pairs), default=0) else ():
+                shape[axis] = -1
+        return found
 
-    def _require_like_the_first(self, row: int, item: Item) -> None:
-        ours, firsts = item.shapes, self._first.shapes
-        for place, axes in enumerate(() if self.ragged is None else self.ragged.axes):
-            for axis, _ in axes if place < min(len(ours), len(firsts)) else ():
-                ours[place][axis : axis + 1] = firsts[place][axis : axis + 1]
-        if ours != firsts:
-            raise DataError(
-                f"row {row} of {self._source} has the shapes {item.shapes}, row 0 {self._first.shapes}",
-                hint="pad or cut the items to one length in the dataset",
-            )
-
-    def _ragged(self, count: int) -> RaggedAxes | None:
+    def _ragged(self) -> RaggedAxes | None:
         """Which axes differ among some items of the dataset, which are read for it."""
         differing: set[tuple[int, int]] = set()
-        for row in sorted({*np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(int).tolist()}):
+        looked_at = np.linspace(0, self._count - 1, min(self._count, _LOOKED_AT)).astype(int)
+        for row in sorted({*looked_at.tolist()}):
             try:
                 item = self._looked_at(row)
             except PsgradError:
@@ -215,39 +294,48 @@ class DatasetSamples(Samples):
         )
         return RaggedAxes(axes, (*[0] * inputs, self._labels.padding), masked=False)
 
-    def _units(self, unit: str, listed: Any) -> Array:
-        """Whom each row belongs to: the dataset's own list, or what its items hold."""
-        if listed is None:
-            return unit_ids([self._looked_at(row).unit for row in range(self._count)], unit)
-        values = np.asarray(listed.cpu() if isinstance(listed, Tensor) else listed)
-        if values.shape != (self._count,):
-            raise DataError(
-                f"{unit!r} of {self._source} has the shape {list(values.shape)}; expected one id for each"
-                f" of {self._count} rows",
-            )
-        return unit_ids(values, unit)
+    # -- identity --------------------------------------------------------------------------------------------
 
-    def _add(self, digest: Any, row: int) -> None:
-        """Adds an item, or what is wrong with it, to a digest."""
-        try:
-            found = self._looked_at(row)
-        except PsgradError as error:
-            digest.update(f"{row} {error}".encode())
-            return
-        for tensor in found.tensors:
-            digest.update(f"{row} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().numpy().data)
-
-    def _digest(self, count: int, units: Array | None) -> str:
+    def _digest(self, units: Array | None) -> str:
         """A hash of the factory and its arguments, the length, the first and last item, and the units."""
-        made_by = [self._config.factory, self._config.kwargs, count]
+        made_by = [self._config.factory, self._config.kwargs, self._count]
         digest = hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode())
+        digest.update(b"" if units is None else "\n".join(map(str, units.tolist())).encode())
+        return self._with_rows(digest, (0, self._count - 1))
+
+    def _with_rows(self, digest: Any, rows: Sequence[int]) -> str:
+        """A digest with these items, or what is wrong with them."""
         with restored():
-            for row in (0, count - 1):
-                self._add(digest, row)
-        if units is not None:
-            digest.update("\n".join(map(str, units.tolist())).encode())
-        return digest.hexdigest()
+            for row in rows:
+                try:
+                    found = self._looked_at(row)
+                except PsgradError as error:
+                    digest.update(f"{row} {error}".encode())
+                    continue
+                for tensor in found.tensors:
+                    digest.update(f"{row} {tensor.dtype} {list(tensor.shape)}".encode())
+                    digest.update(tensor.contiguous().numpy().data)
+        found_so: str = digest.hexdigest()
+        return found_so
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value
+
+
+def _as_array(value: Any, name: str, row: int) -> Array | Tensor:
+    if isinstance(value, Tensor | np.ndarray):
+        return value
+    if isinstance(value, bool | int | float | np.generic | list):
+        try:
+            return np.asarray(value)
+        except ValueError as error:  # a list of lists of unequal length
+            raise DataError(f"{name!r} in row {row} is ragged; expected lists of one length") from error
+    raise DataError(
+        f"{name!r} in row {row} is of type {type(value).__name__}; expected numbers, as a tensor, an array"
+        " or a list",
+        hint="convert it in the dataset, for example a picture with numpy.asarray",
+    )
 
 
 def _room() -> int:

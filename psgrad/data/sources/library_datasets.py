@@ -4,18 +4,16 @@ returns. The library is imported where a config asks for it. No torch.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from psgrad.config import DataConfig, did_you_mean
-from psgrad.data.columns import ColumnRoles, require_columns
+from psgrad.data.columns import require_columns
 from psgrad.data.sources.arrow_types import errors_of_damage
 from psgrad.data.sources.table_rows import TableRows, content_sha256, mapped
 from psgrad.errors import ConfigError, DataError
@@ -52,46 +50,19 @@ def class_names_of(features: Mapping[str, Any], columns: Sequence[str]) -> dict[
     return {name: tuple(names) for name, each in labels.items() if (names := getattr(each, "names", None))}
 
 
-def numbered_as(rows: TableRows, column: str, names: Sequence[str] | None) -> TableRows:
-    """The rows with the labels of a column numbered as in `names`, where the dataset has names for them and
-    these are in another order. Numbers without names, and names that are not known, change nothing.
-
-    Raises DataError where some names are known at another place, and others are not known.
+def require_order(rows: TableRows, column: str, names: Sequence[str] | None) -> None:
+    """Raises DataError where the dataset has a name of `names` at another number than they have. Numbers
+    without names, and names that are not known, are as they are.
     """
-    declared = rows.class_names.get(column)
-    if declared is None or names is None:
-        return rows
-    moved = [name for place, name in enumerate(declared) if name in names and names.index(name) != place]
-    if not moved:
-        return rows
-    unknown = [name for name in declared if name not in names]
-    if unknown:
+    declared, known = rows.class_names.get(column, ()), list(names or ())
+    moved = [name for place, name in enumerate(declared) if name in known and known.index(name) != place]
+    if moved:
         raise DataError(
-            f"the labels {column!r} of {rows.source} have {moved[0]!r} as class"
-            f" {declared.index(moved[0])}, which is class {names.index(moved[0])} of the model, and"
-            f" {unknown[0]!r}, which is no class; expected names out of {first_of(names, _SHOWN)}",
+            f"the labels {column!r} of {rows.source} have {moved[0]!r} as class {declared.index(moved[0])},"
+            f" which is class {known.index(moved[0])} of the model; expected the model's order:"
+            f" {first_of(known, _SHOWN)}",
+            hint="number them anew by dataset.align_labels_with_mapping(model.config.label2id, column)",
         )
-    numbers = [names.index(name) for name in declared]
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, list):
-            return [changed(each) for each in value]
-        return numbers[value] if value is not None and 0 <= value < len(numbers) else value
-
-    place, field = rows.schema.get_field_index(column), rows.schema.field(column)
-    chunks = [pa.array(changed(chunk.to_pylist()), field.type) for chunk in rows.table.column(column).chunks]
-    return replace(
-        rows,
-        table=rows.table.set_column(place, field, pa.chunked_array(chunks, field.type)),
-        fingerprint=hashlib.sha256(f"{rows.fingerprint} {numbers}".encode()).hexdigest(),
-        class_names={**rows.class_names, column: tuple(names)},
-        notes=(*rows.notes, f"{column}: labels by their names, as the classes are known"),
-    )
-
-
-def library_hashes(config: DataConfig, dataset: Any) -> list[str]:
-    """The note for manifest.json on a dataset of the library: the SHA-256 of the columns that are named."""
-    return [library_rows(dataset, ColumnRoles.of(config).columns, str(config.dataset)).fingerprint]
 
 
 def is_library_dataset(value: object) -> bool:
@@ -100,7 +71,7 @@ def is_library_dataset(value: object) -> bool:
     return there is not None and isinstance(value, there.Dataset) and value.format["type"] in (None, "arrow")
 
 
-def library_dataset(config: DataConfig, base: Path, allow_download: bool = False) -> Any:
+def library_dataset(config: DataConfig, base: Path) -> Any:
     """The `datasets.Dataset` that data.dataset, data.config and data.split name.
 
     Raises ConfigError for a folder, an id or a split that is not there, DataError for a damaged one,
@@ -119,7 +90,7 @@ def library_dataset(config: DataConfig, base: Path, allow_download: bool = False
             f"data.dataset: there is no folder {folder}, as datasets' save_to_disk writes it",
             hint="check the path, relative to the config file's folder; data files are data.path",
         )
-    return _of_cache(config, allow_download)
+    return _of_cache(config)
 
 
 def _of_folder(folder: Path, split: str | None) -> Any:
@@ -152,18 +123,16 @@ def _part(parts: Mapping[str, Any], split: str, where: object) -> Any:
     return taken[0] if len(taken) == 1 else datasets.concatenate_datasets(taken)
 
 
-def _of_cache(config: DataConfig, allow_download: bool) -> Any:
-    """The split of a hub id that the config names, or the only one. Raises ConfigError and DataError."""
+def _of_cache(config: DataConfig) -> Any:
+    """The split of a hub id that the config names, or the only one. Raises ConfigError."""
     named = f"{config.dataset}" + ("" if config.config is None else f", config {config.config}")
     try:
-        with _offline(not allow_download):
+        with _offline():
             found = library("datasets").load_dataset(config.dataset, config.config, split=config.split)
-    except Exception as error:  # of datasets, huggingface_hub, fsspec and the network
-        if allow_download:
-            raise DataError(f"data.dataset: {named} can't be loaded: {first_line(error)}") from error
+    except Exception as error:  # of datasets, huggingface_hub and fsspec
         raise ConfigError(
             f"data.dataset: {named} is not in the local cache of datasets, or not whole: {first_line(error)}",
-            hint="set allow_download: true to download it, or name a folder of save_to_disk",
+            hint="call datasets.load_dataset once to download it, or name a folder of save_to_disk",
         ) from error
     if isinstance(found, Mapping) and len(found) > 1:
         raise _no_split(named, list(found))
@@ -178,12 +147,12 @@ def _no_split(where: object, names: Sequence[str]) -> ConfigError:
 
 
 @contextmanager
-def _offline(yes: bool) -> Iterator[None]:
+def _offline() -> Iterator[None]:
     """The libraries of Hugging Face do without the network."""
     settings = [library("datasets").config, library("huggingface_hub").constants]
     before = [each.HF_HUB_OFFLINE for each in settings]
     try:
-        for each in settings if yes else []:
+        for each in settings:
             each.HF_HUB_OFFLINE = True
         yield
     finally:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from psgrad.config import DataConfig
 from psgrad.config.data import data_format
+from psgrad.data.sources.arrow_files import batches_of
 from psgrad.data.sources.arrow_types import errors_of_damage
-from psgrad.data.sources.formats.arrow import batches_of
-from psgrad.data.sources.formats.csv import long_cells
-from psgrad.data.sources.formats.json import objects
+from psgrad.data.sources.csv_files import long_cells
+from psgrad.data.sources.files import data_files
+from psgrad.data.sources.json_files import lines_of, objects, objects_by_line, open_text, text_lines
 from psgrad.data.sources.library_datasets import library_dataset
-from psgrad.data.sources.source import data_files
-from psgrad.data.sources.text_files import lines_of, open_text, text_lines
 from psgrad.errors import DataError
 
 Record = dict[str, Any]
@@ -30,77 +29,74 @@ Rows: TypeAlias = "pa.Table | list[Record]"
 ROW_SUFFIXES = (".csv", ".jsonl", ".parquet")
 _ARROW = ("parquet", "arrow", "feather")
 _TEXT = ("csv", "tsv", "json", "jsonl", "txt")
+_ROWS_PER_PART = 4096
 
 
 def has_whole_rows(data: DataConfig) -> bool:
-    """Whether rows can be read with all columns: of tables, not of arrays, archives, images and code."""
+    """Whether rows can be read with all columns: of tables, not of arrays, images and code."""
     if data.path is not None:
         return data_format(data.paths[0]) in (*_ARROW, *_TEXT)
     return data.dataset is not None
 
 
-class RowFilter:
-    """Decides which rows are kept, asked once for each in their order.
-
-    Args:
-        chosen: of a row's place, counted from 0, and of its group, whether it is kept.
-        group: the column of groups; None without one.
-
-    Attributes:
-        seen: how many rows there have been.
+def whole_rows(
+    data: DataConfig, base: Path, places: Collection[int], groups: Collection[str] | None = None
+) -> tuple[Rows, int]:
+    """(the rows at these places, counted from 0, in the order of the dataset, with all columns; how many rows
+    there are). groups: in place of places, what the column `data.group` of the rows holds. Cells of csv are
+    text, as they are spelled. Raises DataError.
     """
-
-    def __init__(self, chosen: Callable[[int, Any], bool], group: str | None = None) -> None:
-        self._chosen, self.group, self.seen = chosen, group, 0
-
-    def keeps(self, group: Any = None) -> bool:
-        """Whether the next row is kept."""
-        self.seen += 1
-        return self._chosen(self.seen - 1, group)
-
-
-def whole_rows(data: DataConfig, base: Path, rows: RowFilter) -> Rows:
-    """The kept rows of a dataset, in its order, with all columns; cells of csv are text, as they are spelled.
-    Raises DataError.
-    """
-    if data.dataset is not None:
-        table = library_dataset(data, base)
-        groups = [None] * len(table) if rows.group is None else table[rows.group]
-        kept = np.flatnonzero([rows.keeps(group) for group in groups])
-        return table.select(kept).with_format("arrow")[:]
-    tables: list[pa.Table] = []
-    records: list[Record] = []
+    kept: list[Rows] = []
     names: dict[str, None] = {}
+    count = 0
+    for part in _parts(data, base):
+        if not isinstance(part, pa.Table):
+            names.update(dict.fromkeys(name for row in part for name in row))
+        if groups is None:
+            mask = [place in places for place in range(count, count + len(part))]
+        else:
+            mask = [str(group) in groups for group in _column(part, str(data.group))]
+        kept.append(
+            part.filter(pa.array(mask, pa.bool_()))
+            if isinstance(part, pa.Table)
+            else [row for row, wanted in zip(part, mask, strict=True) if wanted]
+        )
+        count += len(part)
+    if kept and isinstance(kept[0], pa.Table):
+        return pa.concat_tables(kept, promote_options="permissive"), count
+    records = [row for part in kept for row in part]
+    if not records:  # a table of no rows has its columns still
+        return pa.table({name: pa.array([], pa.string()) for name in names}), count
+    return records, count
+
+
+def _column(part: Rows, name: str) -> list[Any]:
+    if isinstance(part, pa.Table):
+        found: list[Any] = part.column(name).to_pylist()
+        return found
+    return [row.get(name) for row in part]
+
+
+def _parts(data: DataConfig, base: Path) -> Iterator[Rows]:
+    """All rows of a dataset, part by part."""
+    if data.dataset is not None:
+        dataset = library_dataset(data, base).with_format("arrow")
+        yield from (
+            dataset[start : start + _ROWS_PER_PART] for start in range(0, len(dataset), _ROWS_PER_PART)
+        )
+        return
     for path in data_files(data, base):
         with errors_of_damage(path, data_format(path)):
-            if data_format(path) in _ARROW:
-                tables.append(_kept_batches(path, rows))
+            if data_format(path) == "parquet":
+                file = pq.ParquetFile(path)
+                yield from (pa.Table.from_batches([batch]) for batch in file.iter_batches())
+            elif data_format(path) in _ARROW:
+                schema, batches = batches_of(pa.memory_map(str(path)).read_buffer())
+                yield from (pa.Table.from_batches([batch], schema) for batch in batches)
             else:
-                group = rows.group or ""
-                for record in _records(path):
-                    names.update(dict.fromkeys(record))
-                    if rows.keeps(record.get(group)):
-                        records.append(record)
-    if not tables and not records:  # a table of no rows has its columns still
-        return pa.table({name: pa.array([], pa.string()) for name in names})
-    return pa.concat_tables(tables, promote_options="permissive") if tables else records
-
-
-def _kept_batches(path: Path, rows: RowFilter) -> pa.Table:
-    schema, batches = _batches(path)
-    kept = []
-    for batch in batches:
-        groups = [None] * len(batch) if rows.group is None else batch.column(rows.group).to_pylist()
-        kept.append(batch.filter(pa.array([rows.keeps(group) for group in groups], pa.bool_())))
-    return pa.Table.from_batches(kept, schema)
-
-
-def _batches(path: Path) -> tuple[pa.Schema, Iterable[pa.RecordBatch]]:
-    """The schema of a file of Arrow's or Parquet's, and its rows, batch by batch."""
-    if data_format(path) == "parquet":
-        file = pq.ParquetFile(path)
-        return file.schema_arrow, file.iter_batches()
-    return batches_of(pa.memory_map(str(path)).read_buffer())
+                records = _records(path)
+                while part := list(islice(records, _ROWS_PER_PART)):
+                    yield part
 
 
 def _records(path: Path) -> Iterator[Record]:
@@ -109,7 +105,7 @@ def _records(path: Path) -> Iterator[Record]:
     if kind == "json":
         yield from objects(path)
     elif kind == "jsonl":
-        yield from (json.loads(line) for _, line in text_lines(path))
+        yield from objects_by_line(path)
     elif kind == "txt":
         yield from ({"text": line} for _, line in text_lines(path))
     else:
@@ -128,9 +124,8 @@ def content_of(rows: Rows, suffix: str) -> bytes:
         try:
             table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
         except pa.ArrowException as error:
-            reason = str(error).splitlines()[0]
             raise DataError(
-                f"the rows can't be written as parquet: {reason}",
+                f"the rows can't be written as parquet: {str(error).splitlines()[0]}",
                 hint="write a .jsonl file",
             ) from error
         buffer = io.BytesIO()
@@ -163,8 +158,5 @@ def _json(value: Any) -> str:
 def _as_text(value: Any) -> str:
     """A value that JSON does not have, such as a date."""
     if isinstance(value, bytes):
-        raise DataError(
-            "the rows hold bytes, such as images",
-            hint="write a .parquet file",
-        )
+        raise DataError("the rows hold bytes, such as images", hint="write a .parquet file")
     return str(value)

@@ -5,9 +5,8 @@ pretrained model's head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -44,103 +43,83 @@ def _require_one_order(config: Any, names: Sequence[str]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class HeadLabels:
-    """The classes of a head. names: of the classes 0, 1, ...; generic: whether they are LABEL_0, LABEL_1 and
-    so on, which nobody gave.
+def names_of_head(config: Any, data: DataConfig) -> tuple[str, ...] | None:
+    """The names of the classes of a head: those of the model's config, else data.class_names; None where
+    nobody gave any. config: of transformers.
+
+    Raises ConfigError where class_names are not as many as the head has, where they have a name of the
+    model's at another place, and where the model's config contradicts itself.
     """
+    saved = {int(key): str(name) for key, name in config.id2label.items()}
+    names = tuple(saved.get(place, f"LABEL_{place}") for place in range(config.num_labels))
+    generic = names == tuple(f"LABEL_{place}" for place in range(len(names)))
+    given = data.class_names
+    if given is not None and len(given) != len(names):
+        raise ConfigError(
+            f"the length of data.class_names is {len(given)}, and that of the model's head {len(names)}",
+            hint=None if generic else f"the model's are {first_of(names, _SHOWN)}",
+        )
+    _require_one_order(config, names)
+    if generic:
+        return None if given is None else tuple(given)
+    moved = [name for place, name in enumerate(given or ()) if name in names and names[place] != name]
+    if moved:
+        raise ConfigError(
+            f"data.class_names has {moved[0]!r} at another place than the model's config (id2label), where it"
+            f" is class {names.index(moved[0])}; expected the model's order: {first_of(names, _SHOWN)}",
+            hint="leave data.class_names out: labels by name are numbered as in the model",
+        )
+    return names
 
-    names: tuple[str, ...]
-    generic: bool
 
-    @classmethod
-    def of(cls, config: Any, data: DataConfig) -> HeadLabels:
-        """The labels of a model's config. Where that has no names, data.class_names are taken.
+class HeadLabels:
+    """What a label, by name or number, means to a head. names: of the classes; None without any."""
 
-        Raises ConfigError where class_names are not as many as the head has, where they have a name of the
-        model's at another place, and where the model's config contradicts itself.
-        """
-        found = {int(key): str(name) for key, name in config.id2label.items()}
-        names = tuple(found.get(place, f"LABEL_{place}") for place in range(config.num_labels))
-        generic = names == tuple(f"LABEL_{place}" for place in range(len(names)))
-        given = data.class_names
-        if given is not None and len(given) != len(names):
-            raise ConfigError(
-                f"the length of data.class_names is {len(given)}, and that of the model's head {len(names)}",
-                hint=None if generic else f"the model's are {first_of(names, _SHOWN)}",
-            )
-        _require_one_order(config, names)
-        if given is not None and not generic:
-            moved = [name for place, name in enumerate(given) if name in names and names[place] != name]
-            if moved:
-                raise ConfigError(
-                    f"data.class_names has {moved[0]!r} as class {given.index(moved[0])}, and the model's"
-                    f" config (id2label) as class {names.index(moved[0])}; expected the model's order:"
-                    f" {first_of(names, _SHOWN)}",
-                    hint="leave data.class_names out: labels by name are numbered as in the model",
-                )
-        return cls(names, generic) if given is None or not generic else cls(tuple(given), False)
-
-    @property
-    def given(self) -> tuple[str, ...] | None:
-        """The names, unless nobody gave any."""
-        return None if self.generic else self.names
+    def __init__(self, config: Any, data: DataConfig) -> None:
+        """Raises ConfigError as `names_of_head` does."""
+        self.names = names_of_head(config, data)
+        self.count: int = config.num_labels
+        self._places = {name: place for place, name in enumerate(self.names or ())}
 
     def number(self, value: Any) -> int | None:
-        """The class of a label: its number, or its name; None for a value that is not a label of the head.
-        -100 stays, a label that does not count.
+        """The class of a label; None for a value that is not a label of the head. -100 stays, a label that
+        does not count.
         """
         if isinstance(value, str):
             return self._places.get(value)
         if isinstance(value, (bool, int)) or (isinstance(value, float) and value.is_integer()):
-            number = int(value)
-            return number if 0 <= number < len(self.names) or number == IGNORED else None
+            return int(value) if 0 <= value < self.count or value == IGNORED else None
         return None
 
-    @cached_property
-    def _places(self) -> dict[str, int]:
-        return {name: place for place, name in enumerate(self.names)}
-
-    def require_known(self, rows: TextRows, values: Sequence[Any]) -> None:
-        """Raises DataError, with row and count, unless each label, one or a list in a row, is of the head.
-        values: of the rows.
+    def numbers(self, labels: Sequence[Any], where: Callable[[int], str], rows: bool = True) -> list[int]:
+        """The class of each label. where: in words, of the i-th. rows: whether each is of a row of its own.
+        Raises DataError for one that is not of the head.
         """
-        lists = [each if isinstance(each, list) else [each] for each in values]
-        wrong = [i for i, labels in enumerate(lists) if any(self.number(each) is None for each in labels)]
-        if not wrong:
-            return
-        first = wrong[0]
-        place = next(at for at, each in enumerate(lists[first]) if self.number(each) is None)
-        position = f", position {place}" if isinstance(values[first], list) else ""
-        raise self._unknown(lists[first][place], f"{rows.where(first)}{position}", (len(wrong), len(values)))
+        found = [self.number(label) for label in labels]
+        wrong = [i for i, number in enumerate(found) if number is None]
+        if wrong:
+            count = (len(wrong), len(labels)) if rows else (1, 1)
+            raise self._unknown(labels[wrong[0]], where(wrong[0]), count)
+        return [number for number in found if number is not None]
 
     def _unknown(self, value: Any, where: str, count: tuple[int, int]) -> DataError:
+        numbers = f"a number from 0 to {self.count - 1}"
         if value is None or value != value:
-            return DataError(f"{where} has no label; expected one of {first_of(self.names, _SHOWN)}")
-        if not isinstance(value, str):
-            numbers = f"a number from 0 to {len(self.names) - 1}"
-            return DataError(
-                f"{where} has the label {value!r}; expected {numbers}, or {IGNORED} for one to ignore"
-            )
-        error = unknown_label(value, where, count, self.names)
-        if not self.generic:
-            return error
+            known = numbers if self.names is None else f"one of {first_of(self.names, _SHOWN)}"
+            return DataError(f"{where} has no label; expected {known}")
+        if isinstance(value, str) and self.names is not None:
+            return unknown_label(value, where, count, self.names)
+        of_names = isinstance(value, str)
         return DataError(
-            error.message,
-            hint="list the names in data.class_names, in the order of the model's outputs",
+            f"{where} has the label {value!r}; expected {numbers}, or {IGNORED} for one to ignore",
+            hint="list the names in data.class_names, in the order of the model's outputs"
+            if of_names
+            else None,
         )
 
-    def numbers(self, rows: TextRows, column: str) -> Array:
-        """[n]: the class of each row's label. Raises DataError."""
-        values = rows.values(column)
-        self.require_known(rows, values)
-        return np.array(self.of_list(values), np.int64)
 
-    def of_list(self, values: Sequence[Any]) -> list[int]:
-        """The class of each label, all of which are known."""
-        found = [self.number(value) for value in values]
-        assert None not in found, "labels that were checked"
-        return [number for number in found if number is not None]
+def _position(where: str, place: int) -> str:
+    return f"{where}, position {place}"
 
 
 class _OfTexts(TextTask):
@@ -164,8 +143,8 @@ class SequenceClassification(_OfTexts):
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
         super().__init__(data, tokenizer, pretrained)
-        self.labels = HeadLabels.of(pretrained.config, data)
-        self.class_names = self.labels.given
+        self.labels = HeadLabels(pretrained.config, data)
+        self.class_names = self.labels.names
         self.several = pretrained.config.problem_type == "multi_label_classification"
 
     def check(self, schema: pa.Schema) -> None:
@@ -179,33 +158,21 @@ class SequenceClassification(_OfTexts):
             )
 
     def targets(self, rows: TextRows) -> Array | None:
-        if not self.several:
-            return self.labels.numbers(rows, self.target)
-        self._lists(rows)
-        return None
+        found = self._targets(rows)
+        return None if self.several else found
 
     def _targets(self, rows: TextRows) -> Array:
+        values = rows.values(self.target)
         if not self.several:
-            return self.labels.numbers(rows, self.target)
-        return np.stack(list(map(self._marked, self._lists(rows))))
+            return np.array(self.labels.numbers(values, rows.where), np.int64)
+        return np.stack([self._marked(listed or [], rows.where(i)) for i, listed in enumerate(values)])
 
-    def _lists(self, rows: TextRows) -> list[list[Any]]:
-        """The labels of each row, several. Raises DataError for one that is not known."""
-        lists = [each or [] for each in rows.values(self.target)]
-        self.labels.require_known(rows, [[] if self._is_whole(each) else each for each in lists])
-        return lists
-
-    def _is_whole(self, listed: list[Any]) -> bool:
-        """Whether a list has a probability for each class."""
-        whole = len(listed) == len(self.labels.names)
-        return whole and all(isinstance(each, float | bool) for each in listed)
-
-    def _marked(self, listed: list[Any]) -> Array:
+    def _marked(self, listed: list[Any], where: str) -> Array:
         """[classes]: a list of names or numbers of classes, or of one probability for each, as numbers."""
-        if self._is_whole(listed):
+        if len(listed) == self.labels.count and all(isinstance(each, float | bool) for each in listed):
             return np.asarray(listed, np.float32)
-        found = np.zeros(len(self.labels.names), np.float32)
-        found[self.labels.of_list(listed)] = 1
+        found = np.zeros(self.labels.count, np.float32)
+        found[self.labels.numbers(listed, partial(_position, where), rows=False)] = 1
         return found
 
 
@@ -250,33 +217,33 @@ class TokenClassification(TextTask):
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
         super().__init__(data, tokenizer, pretrained)
         (self.text,) = self.texts
-        self.labels = HeadLabels.of(pretrained.config, data)
-        self.class_names = self.labels.given
+        self.labels = HeadLabels(pretrained.config, data)
+        self.class_names = self.labels.names
 
     def check(self, schema: pa.Schema) -> None:
         require_kind(schema, self.text, [is_texts], "a list of words in each row")
         require_kind(schema, self.target, [is_list], "a list of labels in each row")
-        if not self.tokenizer.inner.is_fast:
-            raise DataError(
-                f"the tokenizer {type(self.tokenizer.inner).__name__} does not tell the word of a token",
-                hint="name one with a tokenizer.json in data.tokenizer",
-            )
 
     def targets(self, rows: TextRows) -> Array | None:
-        self.labels.require_known(rows, [each or [] for each in rows.values(self.target)])
+        self._numbers(rows)
         return None
 
+    def _numbers(self, rows: TextRows) -> list[list[int]]:
+        """The classes of the labels of each row. Raises DataError."""
+        return [
+            self.labels.numbers(labels or [], partial(_position, rows.where(i)), rows=False)
+            for i, labels in enumerate(rows.values(self.target))
+        ]
+
     def encode(self, rows: TextRows) -> list[EncodedRow]:
-        texts, listed = rows.values(self.text), rows.values(self.target)
-        for i, (text, labels) in enumerate(zip(texts, listed, strict=True)):
+        texts = rows.values(self.text)
+        for i, (text, labels) in enumerate(zip(texts, rows.values(self.target), strict=True)):
             _require_labels(text, labels, rows.where(i))
-        self.labels.require_known(rows, listed)
         tokens = self.tokenizer.encode(texts, where=rows.where, words=True)
-        found = []
-        for row, labels in zip(tokens, listed, strict=True):
-            target = _of_words(row, self.labels.of_list(labels))
-            found.append((*self.inputs_of(row), np.asarray(target, np.int64)))
-        return found
+        return [
+            (*self.inputs_of(row), np.asarray(_of_words(row, labels), np.int64))
+            for row, labels in zip(tokens, self._numbers(rows), strict=True)
+        ]
 
 
 def _require_labels(words: Any, labels: Any, where: str) -> None:
@@ -291,7 +258,6 @@ def _require_labels(words: Any, labels: Any, where: str) -> None:
 
 def _of_words(row: Encoding, labels: list[int]) -> list[int]:
     """The label of each token: of a word's first token that of the word, else -100."""
-    assert row.word is not None
     before = [None, *row.word[:-1]]
     return [
         IGNORED if word is None or word == last else labels[word]

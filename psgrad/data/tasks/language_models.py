@@ -90,7 +90,8 @@ class CausalLM(TextTask):
             self.tokenizer.require_short(len(ids), rows.where(i))
             kept = self.tokenizer.kept(len(ids))
             ids, wrote = ids[kept], wrote[kept]
-            found.append((Encoding(ids, [0] * len(ids), [False] * len(ids)), wrote))
+            none = [None] * len(ids)
+            found.append((Encoding(ids, [0] * len(ids), [False] * len(ids), none, none, []), wrote))
         return found
 
     def _of_pairs(self, rows: TextRows, prompt: str, completion: str) -> list[tuple[Encoding, list[bool]]]:
@@ -98,32 +99,15 @@ class CausalLM(TextTask):
         prompts = rows.texts(prompt, empty=True)
         wholes = [a + b for a, b in zip(prompts, rows.texts(completion, empty=True), strict=True)]
         tokens = self.tokenizer.encode(wholes, where=rows.where)
-        found = []
-        for i, row in enumerate(tokens):
-            told = row.span is not None
-            start = _boundary(row, len(prompts[i])) if told else self._prefix(rows, i, prompts[i], row)
-            found.append((row, [place >= start for place in range(len(row.ids))]))
-        return found
-
-    def _prefix(self, rows: TextRows, i: int, prompt: str, row: Encoding) -> int:
-        """How many tokens the prompt has, for a tokenizer that tells no characters: those of the prompt alone
-        must begin those of the whole.
-        """
-        (alone,) = self.tokenizer.encode([prompt], where=rows.where) if prompt else [Encoding([], [], [])]
-        ids = list(alone.ids)
-        while ids and alone.special[len(ids) - 1]:
-            ids.pop()
-        if row.ids[: len(ids)] != ids:
-            raise DataError(
-                f"{rows.where(i)}: the tokens of the prompt alone do not begin those of the whole",
-                hint="begin completions with a space or a line break, so that no token spans both",
-            )
-        return len(ids)
+        starts = [_boundary(row, len(prompts[i])) for i, row in enumerate(tokens)]
+        return [
+            (row, [place >= start for place in range(len(row.ids))])
+            for row, start in zip(tokens, starts, strict=True)
+        ]
 
 
 def _boundary(row: Encoding, characters: int) -> int:
     """The place of the first token with a character behind the prompt's; a token that spans both counts."""
-    assert row.span is not None
     return next(
         (
             place
@@ -155,12 +139,13 @@ def _require_role(schema: pa.Schema, name: str) -> None:
         )
 
 
+_HIDDEN = 0.15  # the share of tokens that are hidden
 _MASK, _RANDOM = 0.8, 0.9  # as BERT: 80 % become the mask token, 10 % another token, 10 % stay
 
 
 class MaskedLM(TextTask):
     """The label of a hidden token is the token; all others have -100. Tokens are hidden at random, the same
-    ones each time: the draws are by the row's tokens and data.seed.
+    ones each time: the draws are by the row's tokens.
     """
 
     keys: ClassVar[str] = "text, a column of texts, and no target: the labels are the text's own tokens"
@@ -193,10 +178,10 @@ class MaskedLM(TextTask):
 
     def _draw(self, ids: Array, special: Array) -> tuple[Array, Array]:
         """(which tokens [t] are hidden, at least one where one may be; all tokens as the model sees them)."""
-        key = hashlib.blake2b(ids.tobytes(), digest_size=8, salt=str(self.data.seed).encode()[:16]).digest()
+        key = hashlib.blake2b(ids.tobytes(), digest_size=8, salt=b"0").digest()
         draws = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little"))).random((3, len(ids)))
         chance = np.where(special, 1.0, draws[0])
-        hidden = chance < self.data.masked
+        hidden = chance < _HIDDEN
         if not special.all():
             hidden[chance.argmin()] = True
         size = min(len(self.tokenizer.inner), self.pretrained.config.get_text_config().vocab_size)

@@ -34,11 +34,6 @@ class QuestionAnswering(TextTask):
             raise ConfigError(
                 f"data.text names one column for the task question-answering; expected {self.keys}"
             )
-        if not tokenizer.inner.is_fast:
-            raise DataError(
-                f"the tokenizer {type(tokenizer.inner).__name__} tells no characters of tokens",
-                hint="name one with a tokenizer.json in data.tokenizer",
-            )
 
     def check(self, schema: pa.Schema) -> None:
         super().check(schema)
@@ -60,8 +55,6 @@ class QuestionAnswering(TextTask):
             cls = self.tokenizer.inner.cls_token_id
             place = row.ids.index(cls) if cls in row.ids else 0
             return place, place
-        assert row.part is not None
-        assert row.span is not None
         inside = [
             place
             for place, (part, (start, end)) in enumerate(zip(row.part, row.span, strict=True))

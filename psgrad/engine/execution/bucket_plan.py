@@ -6,6 +6,7 @@ pass of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -43,26 +44,32 @@ def plan_buckets(
     """
     if ragged.alike:
         return _apart(lengths, ragged, once=once, most=most)
-    distinct, kind, counts = np.unique(lengths.numpy(), axis=0, return_inverse=True, return_counts=True)
-    sizes = positions_of(distinct, ragged)
-    order = np.argsort(sizes, kind="stable")
-    distinct, counts = distinct[order], counts[order]
-    if ragged.masked:
-        ends = cheapest_ends(distinct, counts, ragged, once, most)
-    else:
-        ends = list(range(1, len(distinct) + 1))
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    of_row = rank[kind.reshape(-1)]
-    buckets = []
-    for first, end in zip([0, *ends[:-1]], ends, strict=True):
-        places = np.flatnonzero((first <= of_row) & (of_row < end))
-        size = int(positions_of(distinct[first:end].max(0, keepdims=True), ragged)[0])
+    rows, buckets = lengths.numpy(), list[torch.Tensor]()
+    for places, longest in cuts_by_length(rows, ragged, once, most):
+        size = int(positions_of(longest[None], ragged)[0])
         pieces = 1 if most is None else -(-len(places) // max(1, most // max(size, 1)))
         if pieces > 1:
-            places = places[np.argsort(of_row[places], kind="stable")]
+            places = places[np.argsort(positions_of(rows[places], ragged), kind="stable")]
         buckets += [torch.from_numpy(np.sort(piece)) for piece in np.array_split(places, pieces)]
     return buckets
+
+
+def cuts_by_length(
+    rows: Numbers, ragged: RaggedAxes, once: float, most: int | None
+) -> Iterator[tuple[Numbers, Numbers]]:
+    """The places of rows of like length [n, a] that are computed together, and the longest in each column;
+    of equal rows alone where the model does not ignore padding.
+    """
+    distinct, kind, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
+    order = np.argsort(positions_of(distinct, ragged), kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    of_row, distinct, counts = rank[kind.reshape(-1)], distinct[order], counts[order]
+    ends = list(range(1, len(distinct) + 1))
+    if ragged.masked:
+        ends = cheapest_ends(distinct, counts, ragged, once, most)
+    for first, end in zip([0, *ends[:-1]], ends, strict=True):
+        yield np.flatnonzero((first <= of_row) & (of_row < end)), distinct[first:end].max(0)
 
 
 def _apart(lengths: torch.Tensor, ragged: RaggedAxes, *, once: float, most: int | None) -> list[torch.Tensor]:

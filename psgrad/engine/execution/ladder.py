@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from psgrad.engine.execution.bucket_plan import Numbers, cheapest_ends, plan_buckets, positions_of
+from psgrad.engine.execution.bucket_plan import Numbers, cuts_by_length, plan_buckets, positions_of
 from psgrad.ragged import RaggedAxes
 
 # The lengths: two for each power of two, up to the model's own limit.
@@ -78,19 +78,9 @@ def _filled(
     """Buckets of rows padded to these lengths [n, a]. fits: [n], whether they may be padded further."""
     found = []
     for group in (np.flatnonzero(fits), np.flatnonzero(~fits)):
-        if not len(group):
-            continue
-        distinct, kind, counts = np.unique(padded[group], axis=0, return_inverse=True, return_counts=True)
-        order = np.argsort(positions_of(distinct, ragged), kind="stable")
-        rank = np.empty_like(order)
-        rank[order] = np.arange(len(order))
-        of_row = rank[kind.reshape(-1)]
-        distinct, counts = distinct[order], counts[order]
-        ends = cheapest_ends(distinct, counts, ragged, once, most)
-        for first, end in zip([0, *ends[:-1]], ends, strict=True):
-            longest = distinct[first:end].max(0)
-            places = group[(first <= of_row) & (of_row < end)]
-            found += _pieces(places, longest, ragged, most)
+        if len(group):
+            for places, longest in cuts_by_length(padded[group], ragged, once, most):
+                found += _pieces(group[places], longest, ragged, most)
     return found
 
 

@@ -1,5 +1,4 @@
-"""Loads rows from the dataset to the device: the next chunk is read, and copied to the GPU, while the present
-one is computed.
+"""Loads rows from the dataset to the device: the next chunk is read while the present one is computed.
 
 One thread reads ahead, one chunk and no further, so a reader need not be made for threads: it is never called
 twice at once. Where reading beside the computation might change what is read, chunks are read in between; so
@@ -13,8 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -33,17 +31,12 @@ Read = Callable[[int, int], Block]
 DeviceRows = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Chunk:
-    """Rows that were read, still on the CPU.
-
-    rows: which rows they are. on_device: the rows on a GPU, and the event after their copy, where they were
-    copied ahead.
-    """
+    """Rows that were read, still on the CPU. rows: which rows they are."""
 
     rows: Sequence[int]
     block: Block
-    on_device: tuple[DeviceRows, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,7 +61,6 @@ class Loader:
 
     Args:
         read: (start, stop) to the rows in between.
-        device, dtype: of the rows that `to_device` returns. Tensors of whole numbers keep their dtype.
         say: called once with the reason why rows are not read ahead, if they are not.
         alone: held while rows are read ahead; who holds it knows that nothing is read meanwhile.
 
@@ -78,16 +70,12 @@ class Loader:
     def __init__(
         self,
         read: Read,
-        device: torch.device,
-        dtype: torch.dtype,
         say: Callable[[str], None] = lambda _: None,
         alone: threading.Lock | None = None,
     ) -> None:
-        self.read, self.device, self.dtype, self.say = read, device, dtype, say
+        self.read, self.say = read, say
         self._alone = alone or threading.Lock()
         self.ahead = True  # whether rows may be read beside the computation
-        self._copies_ahead = device.type == "cuda"
-        self._side = torch.cuda.Stream(device) if self._copies_ahead else None
         self._jobs: queue.SimpleQueue[_ReadAhead | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._expected: _ReadAhead | None = None
@@ -139,34 +127,7 @@ class Loader:
         self._expected = _ReadAhead(start, stop)
         self._jobs.put(self._expected)
 
-    def to_device(self, chunk: Chunk) -> DeviceRows:
-        """A chunk's inputs and target on the device."""
-        if chunk.on_device is None:
-            return to_device(chunk.block.inputs, chunk.block.target, self.device, self.dtype)
-        (inputs, target), copied = chunk.on_device
-        here = torch.cuda.current_stream(self.device)
-        here.wait_event(copied)
-        for x in (*inputs, *(() if target is None else (target,))):
-            x.record_stream(here)  # its memory belongs to the other stream, and is used on this one
-        return inputs, target
-
-    def give_back(self) -> bool:
-        """From now on copy rows to the GPU when they are used, because memory is short. Returns whether that
-        frees memory.
-        """
-        if not self._copies_ahead:
-            return False
-        self._copies_ahead = False
-        job = self._expected
-        if job is not None:
-            job.done.wait()
-            if job.chunk is not None:
-                job.chunk.on_device = None
-        return job is not None
-
     def _is_worth_a_thread(self) -> bool:
-        if self._copies_ahead:
-            return True
         return len(self._seconds) == 2 and min(self._seconds) >= _WORTH_A_THREAD_SECONDS
 
     def _read_here(self, start: int, stop: int) -> Chunk:
@@ -212,30 +173,11 @@ class Loader:
                 before = random_state.cpu_states()
                 try:
                     job.chunk = Chunk(range(job.start, job.stop), self.read(job.start, job.stop))
-                    job.chunk.on_device = self._copied(job.chunk)
                 except BaseException as error:  # raised again where its rows are taken
                     job.error = error
                 job.drew = before != random_state.cpu_states()
             job.done.set()
             del job  # the chunk is not this thread's any more
-
-    def _copied(self, chunk: Chunk) -> tuple[DeviceRows, Any] | None:
-        """The chunk on the GPU, copied on a stream of its own; None where it is to be copied later."""
-        if not self._copies_ahead or self._side is None:
-            return None
-        try:
-            pinned = (
-                tuple(x.pin_memory() for x in chunk.block.inputs),
-                (None if chunk.block.target is None else chunk.block.target.pin_memory()),
-            )
-            with torch.cuda.device(self.device), torch.cuda.stream(self._side):
-                on_device = to_device(*pinned, self.device, self.dtype)
-                copied = torch.cuda.Event()
-                copied.record(self._side)
-        except RuntimeError:  # no memory for it, be it pinned or the GPU's: it is copied when it is used
-            return None
-        chunk.block = replace(chunk.block, inputs=pinned[0], target=pinned[1])
-        return on_device, copied
 
 
 class _ReadAhead:

@@ -31,17 +31,15 @@ class Forward:
         names: the keyword of each input; empty for a model that takes its inputs by position.
         pick: from the model's output to the part that the loss reads; None for all of it.
         weighted: whether the last input is the weight of each sample's loss, which the model does not get.
-        columns: how many of the first inputs the loss gets after the target, and the model does not.
     """
 
     names: tuple[str, ...] = ()
     pick: Callable[[Any], Any] | None = None
     weighted: bool = False
-    columns: int = 0
 
     def __call__(self, model: nn.Module, *inputs: torch.Tensor) -> Any:
         """What the loss reads of the model's output for these inputs, sample axis in front."""
-        inputs = inputs[self.columns : -1 if self.weighted else None]
+        inputs = inputs[: -1 if self.weighted else None]
         output = model(**dict(zip(self.names, inputs, strict=True))) if self.names else model(*inputs)
         return output if self.pick is None else self.pick(output)
 
@@ -55,8 +53,7 @@ class Objective:
     Args:
         model: takes tensors with a leading batch axis. It is neither changed nor copied; its buffers are
             read.
-        criterion: (output, target) of one sample, both without a batch axis, to a loss of shape (). After
-            them it gets the columns of `forward`.
+        criterion: (output, target) of one sample, both without a batch axis, to a loss of shape ().
         summary: (output, target) to small tensors worth keeping (a prediction); the default keeps nothing.
         forward: how the model is called on its inputs.
         autocast: the type in which matrix products and convolutions run, torch.bfloat16 for mixed
@@ -83,7 +80,7 @@ class Objective:
         self.criterion = criterion
         self.summary = summary
         self.autocast = autocast
-        self.weighted, self.columns = forward.weighted, forward.columns
+        self.weighted = forward.weighted
         self.params = {
             name: parameter.detach()
             for name, parameter in model.named_parameters()
@@ -105,7 +102,6 @@ class Objective:
         """
         other = copy(self)
         other.criterion, other.summary, other.weighted = criterion, summary, False
-        other.columns = self.columns if criterion is self.criterion else 0
         return other
 
     def unweighted(self) -> Objective:
@@ -161,16 +157,12 @@ class Objective:
         """The weights [k] of the losses of k samples; None where they have none."""
         return inputs[-1] if self.weighted else None
 
-    def loss_of(self, output: Any, inputs: Sequence[torch.Tensor], target: torch.Tensor | None) -> Any:
-        """The loss [] of one sample, without its weight, from its output; inputs have no batch axis."""
-        return self.criterion(output, target, *inputs[: self.columns])
-
     def plain_loss(self, inputs: Sequence[torch.Tensor], target: torch.Tensor | None) -> torch.Tensor:
         """The loss [] of the only sample of a batch at the model's own parameters, as PyTorch's autograd
         takes it: inputs and target with their batch axis.
         """
         own = None if target is None else target[0]
-        loss: torch.Tensor = self.loss_of(self.output(*inputs), [x[0] for x in inputs], own)
+        loss: torch.Tensor = self.criterion(self.output(*inputs), own)
         return loss * inputs[-1][0] if self.weighted else loss
 
     def loss(
@@ -181,9 +173,7 @@ class Objective:
         """
         with swapped(self._slots, params), self.precision():
             output = self.output(*[x.unsqueeze(0) for x in inputs])
-            value = self.loss_of(
-                output, inputs, target
-            )  # inside: a loss may look at the model's weights, too
+            value = self.criterion(output, target)  # inside: a loss may look at the model's weights, too
         require_number(
             value,
             "the loss",
@@ -292,13 +282,13 @@ class GroupObjective(Objective):
         ]
         return torch.stack(losses).sum()
 
-    def _summed(self, output: Any, target: torch.Tensor | None, *columns: torch.Tensor) -> torch.Tensor:
+    def _summed(self, output: Any, target: torch.Tensor | None) -> torch.Tensor:
         """The sum of the rows' losses, without weights, from their outputs [k, ...]."""
         criterion = self.row.criterion
         if target is None:
-            losses = self._over_rows(lambda output, *own: criterion(output, None, *own), output, *columns)
+            losses = self._over_rows(lambda output: criterion(output, None), output)
         else:
-            losses = self._over_rows(criterion, output, target, *columns)
+            losses = self._over_rows(criterion, output, target)
         total: torch.Tensor = losses.sum()
         return total
 

@@ -5,8 +5,7 @@ of each, and the values in between of one of them alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,26 +15,19 @@ from psgrad.engine.transforms.checkpoint import checkpoint
 from psgrad.engine.transforms.private_torch import make_fx_runs, tree_leaves
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import innermost
-from psgrad.errors import ConfigError, ModelError
-from psgrad.wording import listed_names
+from psgrad.errors import ModelError
 
 
 class Recompute:
-    """Whether blocks of a run's models run again in the backward pass of a transform.
+    """Whether the modules that repeat in a run's models run again in the backward pass of a transform."""
 
-    patterns: of the blocks' names, as in a shell; without any they are the modules that repeat.
-    """
-
-    def __init__(self, on: bool, patterns: Sequence[str] = ()) -> None:
-        self.on, self.patterns = on, tuple(patterns)
+    def __init__(self, on: bool) -> None:
+        self.on = on
         self.modules: list[str] = []
 
     def add(self, model: nn.Module) -> nn.Module:
-        """The model itself, its blocks under this switch. Without a transform they run as ever.
-
-        Raises ConfigError for a pattern that fits no module.
-        """
-        found = dict(named_modules(model, self.patterns) if self.patterns else repeated_modules(model))
+        """The model itself, its blocks under this switch. Without a transform they run as ever."""
+        found = dict(repeated_modules(model))
         for name, module in found.items():
             module.forward = RecomputedForward(self, name, module.forward)  # type: ignore[method-assign]
         self.modules = list(found)
@@ -63,27 +55,6 @@ def repeated_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, 
             )
         else:
             yield from repeated_modules(module, f"{prefix}{name}.")
-
-
-def named_modules(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of each module whose name fits a pattern; of modules in modules the outer ones.
-
-    Raises ConfigError for a pattern that fits none.
-    """
-    names = [name for name, _ in model.named_modules() if name]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                f"engine.recompute: no module of the model fits {pattern!r}; expected patterns of names"
-                f" such as {listed_names(names[:4])}",
-                hint="name modules as model.named_modules() does, or set blocks for those that repeat",
-            )
-    outer = ""
-    for name, module in model.named_modules():
-        inside = outer and name.startswith(f"{outer}.")
-        if name and not inside and any(fnmatchcase(name, pattern) for pattern in patterns):
-            outer = name
-            yield name, module
 
 
 class RecomputedForward:

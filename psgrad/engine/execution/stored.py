@@ -8,13 +8,11 @@ no numbers of a weight, whatever the model does with it, and no module has to be
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from psgrad.engine.execution.reused_memory import LARGEST_REUSED, ReusedMemory
 from psgrad.engine.execution.weight_sources import InMemory, Quantised, WeightSource
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.transforms.private_torch import (
@@ -54,8 +52,8 @@ _VIEWS = {
     _aten.view.default,
 }
 _PRODUCTS = {_aten.addmm.default, _aten.linear.default, _aten.matmul.default, _aten.mm.default}
-# Bytes of a slice of a weight that would take more than LARGEST_REUSED where it is widened.
-SLICE = 32 << 20
+# Bytes of a weight that is widened at once, and of the slices of a larger one.
+LARGEST_WHOLE, SLICE = 64 << 20, 32 << 20
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -111,17 +109,14 @@ class Stored(Tensor):
     def stored_dtype(self) -> torch.dtype:
         return self.source.layout.dtype
 
-    def numbers(self, reused: ReusedMemory | None = None) -> Tensor:
-        """A plain tensor with the numbers, on the device and in the type that operators see.
-
-        reused: the memory for widened numbers; None for new memory.
-        """
+    def numbers(self) -> Tensor:
+        """A plain tensor with the numbers, on the device and in the type that operators see."""
         found = (
             self.source.read(self.view_of_source)
             if self.supply is None
             else self.supply.bring(self.source, self.view_of_source)
         )
-        return found.to(self.dtype) if reused is None else reused.widened(found, self.dtype)
+        return found.to(self.dtype)
 
     def rows(self, rows: Tensor) -> Tensor:
         """[k, ...]: these rows (int64 [k]) as operators see them."""
@@ -152,11 +147,7 @@ class Stored(Tensor):
             raise next(each for each in args if isinstance(each, Stored))._written_by(op)
         if op in _PRODUCTS and not kwargs and (product := _product_by_slices(op, *args)) is not None:
             return product
-        reused = ReusedMemory()
-        numbers = partial(_numbers, reused)
-        result = op(*tree_map(numbers, args), **tree_map(numbers, kwargs))
-        reused.end(result)
-        return result
+        return op(*tree_map(_numbers, args), **tree_map(_numbers, kwargs))
 
     def _seen_as(self, view: Any) -> Any:
         if not isinstance(view, Tensor):
@@ -172,7 +163,7 @@ class Stored(Tensor):
         if isinstance(self.source, Quantised):
             return ModelError(
                 f"the model writes into a quantised weight of shape {tuple(self.shape)} ({op})",
-                hint="leave model.load out, or name a model that is not quantised",
+                hint="name a model that is not quantised",
             )
         if self.supply is None and isinstance(self.source, InMemory):
             return ModelError(
@@ -212,7 +203,7 @@ def _product_by_slices(op: Any, x: Any, weight: Any, bias: Any = None) -> Tensor
     if isinstance(x, Stored) or not isinstance(columns, Stored) or columns.dim() != 2:
         return None
     wide = columns.numel() * columns.dtype.itemsize
-    if wide <= LARGEST_REUSED or columns.stored_dtype == columns.dtype:
+    if wide <= LARGEST_WHOLE or columns.stored_dtype == columns.dtype:
         return None
     inputs, outputs = columns.shape
     each = -(-max(inputs, outputs) * SLICE // wide)
@@ -226,8 +217,8 @@ def _product_by_slices(op: Any, x: Any, weight: Any, bias: Any = None) -> Tensor
     return result if bias is None else result + bias  # type: ignore[return-value]
 
 
-def _numbers(reused: ReusedMemory, value: Any) -> Any:
-    return value.numbers(reused) if isinstance(value, Stored) else value
+def _numbers(value: Any) -> Any:
+    return value.numbers() if isinstance(value, Stored) else value
 
 
 def _is_written(op: Any, place: int, value: Any) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -206,7 +205,7 @@ class Stream(RowComputation):
         self.choose_chunk_size(count, needs_factors)
         waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
         reached = start
-        with Loader(self.read, self.device, self.dtype, self.say, self._nothing_is_read) as loader:
+        with Loader(self.read, self.say, self._nothing_is_read) as loader:
             loader.ahead = not self.draws  # else reader and model would seed the same generators at once
             while waiting or reached < count:
                 rows = waiting.pop() if waiting else range(reached, min(reached + self.chunk_size, count))
@@ -224,7 +223,7 @@ class Stream(RowComputation):
                         loader.expect(reached, min(reached + self.chunk_size, count))
                     to_come = (count - chunk.start) // len(chunk) if len(chunk) == self.chunk_size else 1
                     self._in_run = count // self.chunk_size
-                    values = self._attempt(loader, chunk, measures, compute, to_come, materialise)
+                    values = self._attempt(chunk, measures, compute, to_come, materialise)
                 if values is None:
                     size = max(1, min(self.chunk_size, (len(chunk) + 1) // 2))
                     waiting += [
@@ -243,12 +242,11 @@ class Stream(RowComputation):
                 raise
             if len(rows) == 1:
                 raise too_large(rows[0], error) from error
-        self._out_of_memory(rows, loader)
+        self._out_of_memory(rows)
         return rows
 
     def _attempt(
         self,
-        loader: Loader,
         chunk: Chunk,
         measures: Sequence[ChunkMeasure],
         compute: Callable[..., Any] | None,
@@ -262,8 +260,7 @@ class Stream(RowComputation):
         """
         try:
             how = self._by_default(measures) if compute is None else compute
-            inputs, target = loader.to_device(chunk)
-            block = replace(chunk.block, inputs=inputs, target=target)
+            block = self._to_device(chunk.block)
             if compute is None:
                 self.ragged.warn_of_padding(block)
             gradients = self.found(how, block, to_come)
@@ -291,8 +288,7 @@ class Stream(RowComputation):
                 self._too_large = None
             return values
         # Outside the handler: the traceback, and with it every tensor of the attempt, is gone.
-        chunk.on_device = None
-        self._out_of_memory(chunk.rows, loader)
+        self._out_of_memory(chunk.rows)
         return None
 
     def gradients(self, start: int, stop: int) -> PerSampleGradients:
@@ -347,7 +343,7 @@ class Stream(RowComputation):
             else per_sample_square_norms
         )
 
-    def _out_of_memory(self, rows: Sequence[int], loader: Loader) -> None:
+    def _out_of_memory(self, rows: Sequence[int]) -> None:
         """Remember that these rows were too many, and free the memory that is not needed.
 
         The first failure may be due to these rows or to another program, so later chunks keep their size. If
@@ -368,7 +364,6 @@ class Stream(RowComputation):
         else:
             self._too_large = len(rows)
             self.say(f"out of memory on {where}; trying them in halves")
-        loader.give_back()
         self.give_back()
 
 

@@ -1,12 +1,12 @@
 """Where numbers lie in a parameter: layouts, which map the axes of a term to those of the parameter, by
-transposes, reshapes and slices that compute no value; and slices of a gradient, with their indices.
+transposes, reshapes and slices that compute no value.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -24,14 +24,6 @@ class AxisSlice:
     def is_apart(self, length: int, other: AxisSlice, other_length: int) -> bool:
         """Whether `length` places of this run have none in common with those of another."""
         return self.start + length <= other.start or other.start + other_length <= self.start
-
-    def narrow(self, length: int, start: int, wanted: int) -> tuple[slice, AxisSlice]:
-        """The intersection of `length` places of this run with `wanted` places from `start` on: its slice of
-        this run, which may be empty, and its run among the `wanted` places.
-        """
-        first = max(self.start, start)
-        last = max(min(self.start + length, start + wanted), first)
-        return slice(first - self.start, last - self.start), AxisSlice(first - start, wanted)
 
 
 @dataclass(frozen=True)
@@ -142,7 +134,7 @@ class AxisLayout:
 
     def reshape(self, shape: Sequence[int]) -> AxisLayout | None:
         """The layout of the same elements under another shape; None if an axis would cut an atom unevenly, or
-        the window would not be a product of runs.
+        there is a window.
         """
         return _reshape(self, tuple(shape))
 
@@ -184,11 +176,7 @@ class AxisLayout:
 @lru_cache(maxsize=4096)
 def _reshape(layout: AxisLayout, shape: tuple[int, ...]) -> AxisLayout | None:
     if layout.window is not None:
-        window = _reshape_window(layout.window, layout.inner, shape)
-        if window is None:
-            return None
-        inner = _reshape(layout.bare, tuple(length for _, length in window))
-        return None if inner is None else replace(inner, window=tuple(run for run, _ in window))
+        return layout if shape == layout.shape else None
     sizes = [layout.atoms[i] for i in layout.order]
     if 0 in sizes or math.prod(sizes) != math.prod(shape):
         return None
@@ -213,96 +201,3 @@ def _reshape(layout: AxisLayout, shape: tuple[int, ...]) -> AxisLayout | None:
 
 def _suffix_products(sizes: Sequence[int]) -> list[int]:
     return [math.prod(sizes[k:]) for k in range(len(sizes) + 1)]
-
-
-def _reshape_window(
-    window: Sequence[AxisSlice], inner: Sequence[int], shape: Sequence[int]
-) -> list[tuple[AxisSlice, int]] | None:
-    """For each axis of the new shape its run and its number of places; None if the window is not a product of
-    runs there.
-    """
-    if math.prod(shape) != math.prod(run.size for run in window) or 0 in inner or 0 in shape:
-        return None
-    out: list[tuple[AxisSlice, int]] = []
-    old, new = 0, 0
-    while old < len(window) or new < len(shape):
-        first, start = old, new  # the fewest old axes that form some of the new
-        have = want = 1
-        if old < len(window):
-            have, old = window[old].size, old + 1
-        if new < len(shape):
-            want, new = shape[new], new + 1
-        while have != want:
-            if have < want:
-                have, old = have * window[old].size, old + 1
-            else:
-                want, new = want * shape[new], new + 1
-        flat = _joined(window[first:old], inner[first:old])
-        cut = None if flat is None else split_run(*flat, shape[start:new])
-        if cut is None:
-            return None
-        out += cut
-    return out
-
-
-def _joined(runs: Sequence[AxisSlice], lengths: Sequence[int]) -> tuple[int, int] | None:
-    """(start, length) of the places of runs along several axes in the one axis that they form; None if they
-    are no run there.
-    """
-    start, length = 0, 1
-    behind = 1  # the size of the axes so far, from the last on
-    for run, count in zip(reversed(runs), reversed(lengths), strict=True):
-        if count == 1:
-            start += run.start * behind
-        elif start == 0 and length == behind:
-            start, length = run.start * behind, count * behind
-        else:
-            return None
-        behind *= run.size
-    return start, length
-
-
-def split_run(start: int, length: int, sizes: Sequence[int]) -> list[tuple[AxisSlice, int]] | None:
-    """For each of the axes into which one axis of length prod(sizes) is cut, a run and its number of places.
-    The product of these runs is the given run of the one axis. None if there are no such runs.
-    """
-    out: list[tuple[AxisSlice, int]] = []
-    for place, size in enumerate(sizes):
-        inner = math.prod(sizes[place + 1 :])
-        first, start = divmod(start, inner)
-        if start + length <= inner:  # all in one
-            out.append((AxisSlice(first, size), 1))
-        elif start == 0 and length % inner == 0:  # all of each
-            out.append((AxisSlice(first, size), length // inner))
-            length = inner
-        else:
-            return None
-    return out
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Some entries of some samples' gradients of one parameter. The slices of a gradient add up to it.
-
-    Attributes:
-        values: [m, q].
-        places: the q places in the parameter, row-major: a range if they are neighbours, else int64 [q].
-        samples: the samples of the rows: a slice, or int64 [m] without repetition.
-    """
-
-    values: torch.Tensor
-    places: range | torch.Tensor
-    samples: slice | torch.Tensor
-
-    def cut(self, width: int) -> Iterator[Slice]:
-        """This slice in slices of at most `width` indices."""
-        for start in range(0, len(self.places), width):
-            yield Slice(
-                self.values[:, start : start + width], self.places[start : start + width], self.samples
-            )
-
-    def place_tensor(self) -> torch.Tensor:
-        """The places as int64 [q]."""
-        if isinstance(self.places, torch.Tensor):
-            return self.places
-        return torch.arange(self.places.start, self.places.stop, device=self.values.device)

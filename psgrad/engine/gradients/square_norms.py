@@ -17,7 +17,6 @@ import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
 from psgrad.engine.gradients.inner.regions import apart
-from psgrad.engine.gradients.layout import AxisSlice
 from psgrad.engine.gradients.terms import (
     CANCELLATION,
     Term,
@@ -31,7 +30,6 @@ from psgrad.engine.gradients.terms.numerics import (
     current_flags,
     samples_to_recompute,
 )
-from psgrad.engine.gradients.terms.placed import narrowed
 
 # If a difference of float64 inner products is less than this share of them, its error exceeds 1e-10.
 _LOST = 1e-3
@@ -191,42 +189,31 @@ def largest_numbers(term: Term) -> torch.Tensor:
 # -- terms of one parameter that overlap -----------------------------------------------------------------
 
 
-def common_parts(a: Placed, b: Placed) -> list[tuple[Placed, Placed]] | None:
-    """Both terms, restricted to the window that they share; an empty list if they share none; None if a term
-    would have to be materialised.
-    """
+def common_part(a: Placed, b: Placed) -> tuple[Placed, Placed] | None:
+    """Both terms without the window, if they have the same; None if one would have to be materialised."""
     if a.layout.window is None and b.layout.window is None:
-        return [(a, b)]
-    runs = a.layout.runs, b.layout.runs
-    if any(one.is_apart(length, *other) for (one, length), other in zip(*runs, strict=True)):
-        return []
-    parts = [_within(a, runs[1]), _within(b, runs[0])]
-    if None in parts:
+        return a, b
+    if a.layout.runs != b.layout.runs:
         return None
-    return [(one, other) for one in parts[0] or [] for other in parts[1] or []]
+    return Placed(a.term, a.layout.bare), Placed(b.term, b.layout.bare)
 
 
-def _within(placed: Placed, runs: Sequence[tuple[AxisSlice, int]]) -> list[Placed] | None:
-    """The part of a term within a window, with no window of its own."""
-    for dim, (run, length) in enumerate(runs):
-        own, count = placed.layout.runs[dim]
-        if own == run and count == length:
-            continue
-        part = narrowed(placed, dim, run.start, length)
-        if not part:
-            return part
-        (placed,) = part
-    return [Placed(placed.term, placed.layout.bare)]
+def are_apart(a: Placed, b: Placed) -> bool:
+    """Whether two terms are in windows of one parameter that have no element in common."""
+    if a.layout.window is None and b.layout.window is None:
+        return False
+    each = zip(a.layout.runs, b.layout.runs, strict=True)
+    return any(one.is_apart(length, *other) for (one, length), other in each)
 
 
 def cross_products(a: Placed, b: Placed) -> torch.Tensor:
     """[n] float64: each sample's inner product of two terms of one parameter."""
-    common = common_parts(a, b) if a.term.samples else []
+    if not a.term.samples or are_apart(a, b):
+        return torch.zeros(a.term.samples, dtype=torch.float64, device=a.term.device)
+    common = common_part(a, b)
     if common is None:
         return _of_values(a, b)
-    if not common:
-        return torch.zeros(a.term.samples, dtype=torch.float64, device=a.term.device)
-    ((a, b),) = common
+    a, b = common
     if a.term.dtype != b.term.dtype:  # a weight that is used in two precisions
         kind = torch.promote_types(accumulating_dtype(a.term.dtype), accumulating_dtype(b.term.dtype))
         a, b = (placed.at(slice(None), kind) for placed in (a, b))

@@ -14,7 +14,6 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors, as_gradients
-from psgrad.engine.influence.training_run import TrainingRun
 from psgrad.errors import InfluenceError
 
 Per = Literal["total", "parameter", "module"]
@@ -64,18 +63,15 @@ class Checkpoint:
 
     number: from 0. learning_rate: the optimiser's when the checkpoint was saved; None where the config names
     none. say: called with messages for a person while it runs. queries: how many will be scored, for methods
-    that choose the cheapest computation; None where that is not known. step: optimiser steps up to it; None
-    where that is not known. run: the training run that led here; None where the config does not describe it.
-    of: how many checkpoints scores are averaged over. second_moments: reads Adam's mean of the squared
-    gradients, name -> [*shape], where the optimiser's state is beside the checkpoint; None where it is not.
+    that choose the cheapest computation; None where that is not known. of: how many checkpoints scores are
+    averaged over. second_moments: reads Adam's mean of the squared gradients, name -> [*shape], where the
+    optimiser's state is beside the checkpoint; None where it is not.
     """
 
     number: int = 0
     learning_rate: float | None = None
     say: Callable[[str], None] = field(default=lambda _: None)
     queries: int | None = None
-    step: int | None = None
-    run: TrainingRun | None = None
     of: int = 1
     second_moments: Callable[[], Mapping[str, torch.Tensor] | None] = field(default=lambda: None)
 
@@ -97,21 +93,6 @@ class Method(ABC):
 
         Raises InfluenceError where this training set, or this checkpoint, has no such scores.
         """
-
-    @property
-    def fits_whole_run(self) -> bool:
-        """Whether the fit at one checkpoint depends on the others, as `fit_run` then has it."""
-        return type(self).fit_run is not Method.fit_run
-
-    def fit_run(self, run: Sequence[tuple[Examples, Checkpoint]]) -> list[Fitted]:
-        """The method at each checkpoint of a run, in order: by itself, unless a method overrides this."""
-        return [self.fit(training, checkpoint) for training, checkpoint in run]
-
-    def queries_of_run(self, queries: Sequence[Examples]) -> Sequence[Examples]:
-        """What the fit at each checkpoint is asked about: the queries as that checkpoint gets them, unless a
-        method overrides this.
-        """
-        return queries
 
     def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
         """Scores, label -> [k, m], from those of several checkpoints: their mean, unless a method overrides

@@ -33,23 +33,20 @@ def summed_over_groups(scores: torch.Tensor, groups: torch.Tensor, count: int) -
     return torch.where(there > 0, sums, torch.nan)
 
 
-Average = Literal["relative", "plain"]
-
-
-def is_relative(method: Method, checkpoints: int, average: Average = "relative") -> bool:
+def is_relative(method: Method, checkpoints: int) -> bool:
     """Whether the scores of several checkpoints are divided by a scale of each checkpoint and query before
     they are averaged.
     """
-    return average == "relative" and checkpoints > 1 and not method.joins_by_own_rule
+    return checkpoints > 1 and not method.joins_by_own_rule
 
 
-def joined_self(method: Method, found: Sequence[torch.Tensor], average: Average = "relative") -> torch.Tensor:
+def joined_self(method: Method, found: Sequence[torch.Tensor]) -> torch.Tensor:
     """[n]: the self-influence of all checkpoints together, of that of each, [n].
 
     Where scores are put on one scale, each checkpoint's are divided by their root mean square over the
     training examples.
     """
-    if is_relative(method, len(found), average):
+    if is_relative(method, len(found)):
         blocks = [ScoreBlock(0, len(own), {"": own.unsqueeze(1)}) for own in found]
         found = [own / root_mean_square([block]) for own, block in zip(found, blocks, strict=True)]
     return method.across_self(found)
@@ -214,22 +211,19 @@ def joined_scores(
     queries: Sequence[Examples],
     per: Per = "total",
     divisors: Sequence[torch.Tensor] | None = None,
-    average: Average = "relative",
 ) -> Iterator[JoinedBlock]:
-    """The scores of all training examples in blocks, in order.
+    """The scores of all training examples in blocks, in order. Where those of checkpoints are put on one
+    scale, all of them are in memory.
 
     Args:
         fitted, queries: one of each for every checkpoint.
         divisors: for each checkpoint [n], what each training example's scores are divided by; see `divisor`.
-        average: 'relative' puts the checkpoints' scores on one scale for each query before they are averaged
-            (see `is_relative`), which takes all of them in memory; 'plain' takes them as they are.
     """
-    asked = method.queries_of_run(queries)
-    streams = [each.scores(query, per) for each, query in zip(fitted, asked, strict=True)]
+    streams = [each.scores(query, per) for each, query in zip(fitted, queries, strict=True)]
     parts = aligned(streams)
     if divisors is not None:
         parts = ([_divided(*pair) for pair in zip(blocks, divisors, strict=True)] for blocks in parts)
-    if is_relative(method, len(fitted), average):
+    if is_relative(method, len(fitted)):
         parts = on_one_scale(list(parts))
     for blocks in parts:
         first = blocks[0]

@@ -42,7 +42,6 @@ def batch_source(
     in_dims: Any = 0,
     has_aux: bool = False,
     randomness: str = "error",
-    memory: float | None = None,
     coins: Coins | None = None,
     samples: int = SAMPLES,
     programs: SumPrograms | None = None,
@@ -64,7 +63,7 @@ def batch_source(
     coins = coins or Coins()
 
     def source(clipping: Clipping) -> ClippedSum:
-        total, clipper = Total(clipping, params), Clipper(clipping, coins, memory, programs)
+        total, clipper = Total(clipping, params), Clipper(clipping, coins, programs)
         places, together = torch.arange(count, device=next(iter(params.values())).device), samples
         while len(places):
             try:
@@ -100,8 +99,8 @@ def stream_source(
     def source(clipping: Clipping) -> ClippedSum:
         total = _TotalOfChunks(clipping, stream.params)
         if count:
-            stream.choose_chunk_size(LARGEST_AUTO_CHUNK, needs_factors=False, readable=count)
-            for _ in stream.run(count, [total], Clipper(clipping, coins, programs=programs)):
+            stream.choose_chunk_size(LARGEST_AUTO_CHUNK, readable=count)
+            for _ in stream.run(count, [total], Clipper(clipping, coins, programs)):
                 pass
         return total.result()
 
@@ -172,6 +171,21 @@ class RecordStreams:
         self.alone, self.zero_on_error, self._randomness = alone, zero_on_error, randomness
         self._streams: dict[int, tuple[RecordReader, Stream, SumPrograms | None]] = {}
         self.drawn: RowNumbers = np.empty(0, dtype=np.int64)
+
+    def of(self, records: Records, take: Take) -> RecordStreams:
+        """The same of other records."""
+        return RecordStreams(
+            records,
+            take,
+            self._loss,
+            self.params,
+            self._make,
+            coins=self.coins,
+            reads_by_code=self.read_coins is not None,
+            alone=self.alone,
+            randomness=self._randomness,
+            zero_on_error=self.zero_on_error,
+        )
 
     def source(self, records: npt.ArrayLike, *place: int) -> GradientSource:
         """The clipped sum of these records, possibly none. place: the step, and the rank, to which their

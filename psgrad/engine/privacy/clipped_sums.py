@@ -177,7 +177,6 @@ class Clipper:
 
     Args:
         coins: of the run; they seed the generators for each chunk.
-        memory: as for `per_sample_weighted_sum`.
         programs: of the loss that it is called with; None for none. With them, chunks are filled up with
             copies of a record, which add nothing, so that they have few sizes.
         rows: how many of a chunk's first records count; None for all.
@@ -189,22 +188,15 @@ class Clipper:
         self,
         clipping: Clipping,
         coins: Coins,
-        memory: float | None = None,
         programs: SumPrograms | None = None,
         rows: int | None = None,
     ) -> None:
-        self.clipping, self.coins, self.memory, self.programs, self.rows = (
-            clipping,
-            coins,
-            memory,
-            programs,
-            rows,
-        )
+        self.clipping, self.coins, self.programs, self.rows = clipping, coins, programs, rows
         self.few_shapes = programs is not None
 
     def of_rows(self, rows: int) -> Clipper:
         """A clipper of chunks of which so many of the first records count."""
-        return Clipper(self.clipping, self.coins, self.memory, self.programs, rows)
+        return Clipper(self.clipping, self.coins, self.programs, rows)
 
     @torch.no_grad()
     def __call__(
@@ -301,7 +293,6 @@ class Clipper:
             chunk.params,
             *batch,
             weights=weights,
-            memory=self.memory,
             bounded=True,
             counted=counted,
             **chunk.options,
@@ -313,7 +304,7 @@ class Clipper:
         clipping = self.clipping
         groups = tuple(group.parameters for group in clipping.groups)
         options = repr(sorted(chunk.options.items()))
-        return groups, clipping.rule, options, self.memory, self._autocast
+        return groups, clipping.rule, options, self._autocast
 
 
 class _RecordChunk:

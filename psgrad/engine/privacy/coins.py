@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from psgrad import random_state
-from psgrad.engine.privacy.generators import Generator, SecureGenerator, make_generator
+from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.unchanged import attributes_of
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.private_torch import DisableTorchFunction, without_modes
@@ -58,12 +58,12 @@ class Coins:
         generator = generator or make_generator()
         self._key = hashlib.sha256(b"psgrad coins" + generator.uint64(4).tobytes()).digest()
         self._own = generators_of(*roots)
-        self._stream: SecureGenerator | None = None
+        self._stream: Generator | None = None
 
     def begin(self, *place: int) -> None:
         """Begin the stream of a step, or of a rank and a step, as one or two whole numbers."""
         numbers = b"".join(number.to_bytes(8, "little") for number in place)
-        self._stream = SecureGenerator(hashlib.sha256(self._key + numbers).digest(), "coins")
+        self._stream = Generator(hashlib.sha256(self._key + numbers).digest(), "coins")
 
     def next(self) -> Seeds:
         """The next seeds of the stream."""
@@ -318,7 +318,7 @@ def _seed_torch(generator: torch.Generator, numbers: Seeds) -> None:
 
 def _seed(generator: Any, numbers: Seeds) -> None:
     if isinstance(generator, torch.Generator):
-        _seed_torch(generator, SecureGenerator(numbers.tobytes(), "coins").uint64(_TORCH))
+        _seed_torch(generator, Generator(numbers.tobytes(), "coins").uint64(_TORCH))
     else:
         _restore(generator, _seeded_state(generator, numbers))
 

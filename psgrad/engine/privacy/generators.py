@@ -13,7 +13,6 @@ import hashlib
 import os
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
@@ -27,40 +26,8 @@ _ZEROS = memoryview(bytes(_PIECE))  # what is encrypted: the key stream by itsel
 _SLACK = 15  # older versions of the library need memory for one more cipher block, less a byte
 
 
-class Generator(ABC):
-    """A stream of random bits, and numbers made of them.
-
-    name: which generator it is, as in the ledger. secure: whether its key is secret.
-    """
-
-    name: str
-    secure: bool
-
-    @abstractmethod
-    def uint64(self, n: int) -> np.ndarray:
-        """[n]: the next n values, uniform on all of uint64."""
-
-    @abstractmethod
-    def normal_blocks(self, total: int, deviation: float, use: Use) -> None:
-        """Calls `use` with `total` float64 normals of this standard deviation, (place of the first, values
-        [k]), block by block.
-
-        A block is in the cache while `use` runs, and several threads may process several blocks at a time.
-        """
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}>"
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        # Copies, pickles, and objects sent to a worker process.
-        raise ConfigError(
-            f"a random generator ({self.name}) was to be copied or pickled: a copy would repeat the noise",
-            hint="make a generator where it is needed, with make_generator",
-        )
-
-
-class SecureGenerator(Generator):
-    """AES-256 in counter mode.
+class Generator:
+    """A stream of random bits of AES-256 in counter mode, and numbers made of them.
 
     Every call takes the next stretch of the counter, so its numbers depend only on the key, the calls before
     and its own size: not on the number of threads.
@@ -68,24 +35,34 @@ class SecureGenerator(Generator):
     Args:
         key: 32 bytes; None for a fresh one from the operating system, which alone is secure.
         name: its name in the ledger.
+
+    Attributes:
+        secure: whether the key is secret.
+        drawn: how many blocks of 16 bytes were taken.
     """
 
     def __init__(self, key: bytes | None = None, name: str = "aes-256-ctr") -> None:
         self.name, self.secure = name, key is None
         self._lock = threading.Lock()
-        self._counter = 0
+        self.drawn = 0
         self._key = os.urandom(32) if key is None else key
         self._nonce = os.urandom(8) if key is None else bytes(8)
         self._ready = threading.local()
         _streams.add(self)
 
     def uint64(self, n: int) -> np.ndarray:
+        """[n]: the next n values, uniform on all of uint64."""
         start = self._take(8 * n)
         raw = np.empty(8 * n + _SLACK, dtype=np.uint8)
         self._write(start, 8 * n, raw)
         return raw[: 8 * n].view(np.uint64)
 
     def normal_blocks(self, total: int, deviation: float, use: Use) -> None:
+        """Calls `use` with `total` float64 normals of this standard deviation, (place of the first, values
+        [k]), block by block.
+
+        A block is in the cache while `use` runs, and several threads may process several blocks at a time.
+        """
         normal_blocks(total, deviation, self._take, self._write, use)
 
     def _take(self, size: int) -> int:
@@ -93,8 +70,8 @@ class SecureGenerator(Generator):
         these.
         """
         with self._lock:
-            start = self._counter
-            self._counter += -(-size // _CIPHER_BLOCK)
+            start = self.drawn
+            self.drawn += -(-size // _CIPHER_BLOCK)
         return start
 
     def _write(self, start: int, size: int, out: np.ndarray) -> None:
@@ -120,6 +97,16 @@ class SecureGenerator(Generator):
         place = self._nonce + start.to_bytes(8, "big")
         return Cipher(algorithms.AES(self._key), modes.CTR(place)).encryptor()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        # Copies, pickles, and objects sent to a worker process.
+        raise ConfigError(
+            f"a random generator ({self.name}) was to be copied or pickled: a copy would repeat the noise",
+            hint="make a generator where it is needed, with make_generator",
+        )
+
     def _in_a_fork(self) -> None:
         """Leave the stream that the parent process goes on with."""
         self._lock = threading.Lock()  # a thread of the parent may have held the old one
@@ -129,7 +116,7 @@ class SecureGenerator(Generator):
             self._key = hashlib.sha256(b"psgrad, forked" + self._key).digest()
 
 
-def make_generator(*, seed: int | None = None, position: int = 0) -> SecureGenerator:
+def make_generator(*, seed: int | None = None, position: int = 0) -> Generator:
     """A generator with a secret key.
 
     Args:
@@ -139,13 +126,13 @@ def make_generator(*, seed: int | None = None, position: int = 0) -> SecureGener
             their noise.
     """
     if seed is None:
-        return SecureGenerator()
+        return Generator()
     key = hashlib.sha256(f"psgrad aes seed {seed} position {position}".encode()).digest()
-    return SecureGenerator(key, f"aes-256-ctr, insecure: seed {seed}")
+    return Generator(key, f"aes-256-ctr, insecure: seed {seed}")
 
 
 # The generators that hold a stream of their own, which a forked process must not repeat.
-_streams: weakref.WeakSet[SecureGenerator] = weakref.WeakSet()
+_streams: weakref.WeakSet[Generator] = weakref.WeakSet()
 
 
 def _leave_streams() -> None:

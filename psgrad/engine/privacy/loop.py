@@ -139,7 +139,7 @@ class _Loop:
 
     def __init__(self, objective: Objective, state: Unchanged, generator: Generator) -> None:
         self.objective, self._state = objective, state
-        self._coins = Coins(generator, objective.model, objective.loss_of)
+        self._coins = Coins(generator, objective.model, objective.criterion)
         self._programs, self._version = SumPrograms(), state.version
         self.drawn = DrawnBatch()
         self.called: tuple[tuple[Tensor, ...], Any] | None = None

@@ -145,7 +145,7 @@ class _FewRows:
 
     def _loss(self, output: Any, row: int) -> Tensor:
         target = None if self.target is None else self.target[row]
-        loss: Tensor = self.objective.loss_of(output, [x[row] for x in self.inputs], target)
+        loss: Tensor = self.objective.criterion(output, target)
         return loss
 
     def together(self, rows: Sequence[int]) -> Any | None:

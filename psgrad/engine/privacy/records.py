@@ -139,31 +139,6 @@ class RecordReader:
         drawn = np.asarray(records, dtype=np.int64)
         self.drawn = drawn[np.argsort(-self.records.sizes[drawn], kind="stable")]
 
-    def require_memoryless(self, records: npt.ArrayLike) -> None:
-        """Raises DataError if one of these records changes when it is read again, after the others. `drawn`
-        is another then.
-        """
-        first = [self._alone(record) for record in np.asarray(records)]
-        again = [self._alone(record) for record in np.asarray(records)[::-1]][::-1]
-        if first != again:
-            raise DataError(
-                f"record {next(place for place, before in enumerate(first) if before != again[place])} of"
-                " the records looked at is another one when it is read again, after others; expected"
-                " records that depend on no other record, and on nothing that was read before",
-                hint=(
-                    "keep nothing in the dataset from one call to the next; draw with torch, numpy or random,"
-                    " or from a generator in an attribute"
-                ),
-            )
-
-    def _alone(self, record: int) -> list[bytes]:
-        """A record, read alone, with the same coins each time."""
-        self.draw([record])
-        if self._coins is not None:
-            self._coins.begin(0, int(record))
-        batch = self(0, 1)
-        return [x.contiguous().numpy().tobytes() for x in (*batch.inputs, batch.target) if x is not None]
-
     def loss_of(self, loss: Callable[..., Any], *, randomness: str = "error") -> Callable[..., Any]:
         """The loss of a record, as a stream calls it, from that of one row: (params, inputs, target) to
         (loss, aux).

@@ -4,8 +4,7 @@
     fixed     `batch_size` records without replacement, each subset with the same probability; accounted
               without amplification
 
-Both are exact for uniform bits: comparisons are of 64-bit integers, and a draw among m is rejected where m
-does not divide what is left.
+Poisson sampling is exact for uniform bits: comparisons are of 64-bit integers.
 """
 
 from __future__ import annotations
@@ -70,7 +69,10 @@ class Sampling:
         """
         self.require_drawable(count)
         if self.batch_size is not None:
-            return random_subset(count, self.batch_size, generator)
+            # Those with the smallest of random integers. Where two are the same, one is preferred, which no
+            # guarantee rests on: every record is accounted as drawn.
+            lots = generator.uint64(count)
+            return np.sort(np.argsort(lots, kind="stable")[: self.batch_size]).astype(np.int64)
         assert self.sample_rate is not None
         return _bernoulli(count, self.sample_rate, generator)
 
@@ -103,38 +105,3 @@ def _bernoulli(count: int, rate: float, generator: Generator) -> np.ndarray:
         for start in range(0, count, _LOTS)
     ]
     return np.concatenate(drawn).astype(np.int64) if drawn else np.empty(0, dtype=np.int64)
-
-
-def random_subset(count: int, size: int, generator: Generator) -> np.ndarray:
-    """[size] int64, ascending: a subset of 0, ..., count - 1, each with the same probability."""
-    if 2 * size > count:
-        # The rest is the smaller subset, and is drawn as uniformly.
-        candidates = np.ones(count, dtype=bool)
-        candidates[_distinct(count, count - size, generator)] = False
-        return np.flatnonzero(candidates).astype(np.int64)
-    return np.sort(_distinct(count, size, generator))
-
-
-def _distinct(count: int, size: int, generator: Generator) -> np.ndarray:
-    """The first `size` distinct values of a stream of uniform ones from 0, ..., count - 1: a uniformly random
-    subset.
-
-    size is at most half of count, so that at least every other draw is new.
-    """
-    stream = np.empty(0, dtype=np.int64)
-    first = np.empty(0, dtype=np.int64)
-    while len(first) < size:
-        stream = np.concatenate([stream, _below(count, 2 * (size - len(first)) + 8, generator)])
-        first = np.sort(np.unique(stream, return_index=True)[1])
-    return stream[first[:size]]
-
-
-def _below(count: int, size: int, generator: Generator) -> np.ndarray:
-    """About `size` independent values, uniform on 0, ..., count - 1; integers beyond the last whole multiple
-    of count are rejected.
-    """
-    lots = generator.uint64(size)
-    excess = (1 << 64) % count
-    if excess:
-        lots = lots[lots < np.uint64((1 << 64) - excess)]
-    return (lots % np.uint64(count)).astype(np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,19 +21,10 @@ class IsolationForest(Detector):
     Options:
         trees: how many; scores of few vary with the seed.
         samples_per_tree: rows that each tree is grown on, fewer where there are fewer.
-        unit_length: divide each row by its length first, so that its direction alone counts. A row of zeros
-            has none, and gets NaN.
     """
 
     trees: int = 200
     samples_per_tree: int = 256
-    unit_length: bool = False
-
-    not_taken: ClassVar[Mapping[str, str]] = {
-        "contamination": (
-            "how many samples are outliers is no option: a verdict needs analyze.outliers.reference"
-        )
-    }
 
     name: ClassVar[str] = "isolation_forest"
     title: ClassVar[str] = "Isolation forest"
@@ -52,10 +42,6 @@ class IsolationForest(Detector):
                 f"got {self.samples_per_tree} samples_per_tree, expected at least 2: one row is never set"
                 " apart from others"
             )
-
-    @property
-    def by_direction(self) -> bool:
-        return self.unit_length
 
     def scores(self, rows: FloatArray, reference: FloatArray | None, seed: int) -> FloatArray:
         from sklearn.ensemble import IsolationForest as Forest

@@ -54,7 +54,6 @@ SAMPLE_COLUMNS = (
     "log_norm",
     "rank",
     "percentile",
-    "robust_z",
     "p_value",
     "q_value",
     "outlier_score",

@@ -16,6 +16,7 @@ RULES: Mapping[str, str] = {
     "nonfinite": "the loss or the gradient of the sample is NaN or infinite",
     "outlier": "the sample is unlike the reference, at the false discovery rate that was asked for",
     "zero-gradient": "the gradient of the sample is exactly zero: it would not move the model",
+    "changed-row": "the row was added or changed, and looks wrong by itself",
     "review": "among the samples to look at first; a list, not a verdict",
 }
 """The rules by which samples are named, the most severe first, and what each says."""
@@ -152,8 +153,6 @@ class Comparison(ShortRepr):
             first few: those that moved furthest, and those that rank first in their run. Percentiles are
             among the common samples, 100 the most suspect; `moved` is their difference, in percentage points;
             `list` says whether the sample entered or left the review list, or the outliers.
-        groups: one row for each group of the common samples: group, samples, spearman, median_a, median_b,
-            entered, left; empty without groups.
         warnings: what makes the two hard to compare.
     """
 
@@ -164,5 +163,4 @@ class Comparison(ShortRepr):
     counts: Mapping[str, int]
     spearman: float | None
     changes: pd.DataFrame
-    groups: pd.DataFrame
     warnings: tuple[str, ...] = ()

@@ -29,7 +29,6 @@ ALL_INDEX = -1
 SCORE_COLUMNS = (
     "query_id",
     "query_index",
-    "layer",
     "rank",
     "train_id",
     "train_index",
@@ -147,12 +146,12 @@ class RemovalCheck:
 class InfluenceResult(ShortRepr):
     """What `psgrad influence` found.
 
-    `scores` has one row for each ranked pair, with SCORE_COLUMNS: within a query (and a `layer`, where layers
-    were asked for; "" is all of them) rank 1 is the strongest proponent, -1 the strongest opponent. Rows of
-    `query_index` -1 rank for the queries as a whole, by the mean of their scores. Where scores predict a
-    change of a loss that is never negative, `beyond_loss` says which predict a fall by more than that loss
-    is. With several checkpoints `score_std` is the score's standard deviation over them, and `rank_stability`
-    the share of them in which the example is among that query's strongest of its sign by itself.
+    `scores` has one row for each ranked pair, with SCORE_COLUMNS: within a query rank 1 is the strongest
+    proponent, -1 the strongest opponent. Rows of `query_index` -1 rank for the queries as a whole, by the
+    mean of their scores. Where scores predict a change of a loss that is never negative, `beyond_loss` says
+    which predict a fall by more than that loss is. With several checkpoints `score_std` is the score's
+    standard deviation over them, and `rank_stability` the share of them in which the example is among that
+    query's strongest of its sign by itself.
 
     `queries` has one row for each query, with QUERY_COLUMNS (`measurement`: its value; `agreement`, with
     several checkpoints: the mean over pairs of them of the correlation of their scores), `training` one a
@@ -198,7 +197,6 @@ def ranked_pairs(
     values: Array,
     rows: Array,
     extras: Mapping[str, Array] | None = None,
-    layer: str | None = None,
 ) -> pd.DataFrame:
     """The strongest pairs of m queries as rows of `InfluenceResult.scores`, query by query: ranks 1, 2, ...,
     then -1, -2, ...
@@ -222,8 +220,6 @@ def ranked_pairs(
         query_index=np.asarray(query_rows, dtype=np.int64)[place],
         train_id=train_ids[columns["train_index"]],
     )
-    if layer is not None:
-        pairs["layer"] = layer
     return pairs[[column for column in SCORE_COLUMNS if column in pairs]]
 
 
@@ -238,10 +234,8 @@ def harmful_rows(training: pd.DataFrame) -> pd.DataFrame:
 
 
 def pairs_of(scores: pd.DataFrame, query_index: int, k: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """A query's k strongest proponents and opponents over all layers, strongest first."""
+    """A query's k strongest proponents and opponents, strongest first."""
     rows = scores[scores["query_index"] == query_index]
-    if "layer" in rows:
-        rows = rows[rows["layer"] == ""]
     return rows[rows["rank"] > 0].nsmallest(k, "rank"), rows[rows["rank"] < 0].nlargest(k, "rank")
 
 

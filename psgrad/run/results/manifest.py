@@ -20,9 +20,7 @@ UNKNOWN_UNIT = "unit of the loss"
 
 @dataclass(frozen=True)
 class LossAgreement:
-    """How similarly the score and another column order samples; `shared` of the first `top` are the same, and
-    by the rank correlation `expected` would be.
-    """
+    """How similarly the score and another column order samples; `shared` of the first `top` are the same."""
 
     other: str = "loss"
     spearman: float | None = None
@@ -30,26 +28,6 @@ class LossAgreement:
     shared: int | None = None
     top_overlap: float | None = None
     words: str = ""
-    expected: float | None = None
-
-
-@dataclass(frozen=True)
-class ScoreGap:
-    """`rows` samples have scores far above all others: the next is `factor` times smaller. None: there is no
-    such gap.
-    """
-
-    rows: int | None = None
-    factor: float | None = None
-
-
-@dataclass(frozen=True)
-class Separability:
-    """Whether more samples are unusual than can be flagged: `surplus` more; words if `low`."""
-
-    surplus: float | None = None
-    low: bool | None = None
-    words: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,16 +78,6 @@ class OutlierCounts:
 
 
 @dataclass(frozen=True)
-class DetectorFacts:
-    """A detector beside the score. flagged: how many samples it would name."""
-
-    title: str | None = None
-    flagged: int | None = None
-    reference: int | None = None
-    meaning: str | None = None
-
-
-@dataclass(frozen=True)
 class OutlierFacts:
     """How samples were judged: `outliers` of the manifest.
 
@@ -130,11 +98,7 @@ class OutlierFacts:
     resolution: str | None = None
     counts: OutlierCounts = OutlierCounts()
     loss_agreement: LossAgreement = LossAgreement()
-    gap: ScoreGap = ScoreGap()
-    separability: Separability = Separability()
-    robust_z: dict[str, Any] = field(default_factory=dict)
     caveats: list[str] = field(default_factory=list)
-    detectors: dict[str, DetectorFacts] = field(default_factory=dict)
 
     @property
     def referenced(self) -> bool:
@@ -144,10 +108,9 @@ class OutlierFacts:
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """Where a model that no factory built came from: a pretrained one, or one of timm.
+    """Where a model that no factory built came from: a pretrained one.
 
     pretrained: as the config names it; folder, commit: where it was found; adapters: a sentence for each.
-    timm: the model's name there; version: of timm.
     """
 
     pretrained: str | None = None
@@ -156,8 +119,6 @@ class ModelOrigin:
     task: str | None = None
     adapters: list[str] = field(default_factory=list)
     dtype: str | None = None
-    timm: str | None = None
-    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -178,7 +139,7 @@ class ModelFacts:
     @property
     def name(self) -> str | None:
         """The factory, or what the config names in its place."""
-        return self.factory or self.origin.pretrained or self.origin.timm
+        return self.factory or self.origin.pretrained
 
 
 @dataclass(frozen=True)
@@ -266,8 +227,7 @@ class InfluenceFacts:
     """The settings of an influence run, and, from `check` on, its results.
 
     checkpoints: path, sha256 and learning_rate of each. queries: rows and fingerprint. fit: the facts of the
-        method at each checkpoint. coverage: how many of the model's parameters scores are about. search: of
-        an approximate search of an index, which share of the strongest rows it has found.
+        method at each checkpoint. coverage: how many of the model's parameters scores are about.
     """
 
     method: str | None = None
@@ -282,7 +242,6 @@ class InfluenceFacts:
     queries: dict[str, Any] = field(default_factory=dict)
     check: dict[str, Any] | None = None
     fit: list[dict[str, Any]] | None = None
-    search: dict[str, Any] | None = None
     warnings: list[str] | None = None
 
 

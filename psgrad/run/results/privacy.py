@@ -125,8 +125,8 @@ class DPStepResult(ShortRepr):
     """The result of `psgrad dp-step`.
 
     Public: `step`, the content of public/step.json (StepStatement); `curve`, (number of steps, epsilon after
-    them), for all planned steps, by the accountant `curve_accountant` ("RDP" or "PLD");
-    `notes`, lines that reveal nothing about the data.
+    them) by RDP, for all planned steps, empty where RDP does not cover them; `notes`, lines that reveal
+    nothing about the data.
 
     NOT PRIVATE: `steps`, one row for each step of this run (STEP_COLUMNS: `batch_size` the records drawn,
     `clip_fraction` the share of them whose norm was above its bound, `nonfinite` the records left out);
@@ -140,7 +140,6 @@ class DPStepResult(ShortRepr):
     steps: pd.DataFrame
     norms: np.ndarray[Any, Any]
     bound: float | None = None
-    curve_accountant: str = "RDP"
     notes: list[str] = field(default_factory=list)
 
 
@@ -156,7 +155,6 @@ class NoisePlan(ShortRepr):
     noise_std: float
     epsilon_rdp: float | None
     epsilon_pld: float | None
-    curve: list[tuple[int, float]]
     configured: bool = False
 
 
@@ -167,14 +165,10 @@ class DPPlanResult(ShortRepr):
 
     `setting` holds the keys of STEP_KEYS that are known before a run: planned_steps, delta, relation, unit,
     scheme, sampling, sample_rate, sensitivity, expected_batch_size, mechanism, target_epsilon, why_not.
-    `plot` is where the figure was written.
     """
 
     rows: list[NoisePlan]
     setting: dict[str, Any]
-    curve_accountant: str = "RDP"
-    plot: Path | None = None
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,11 @@ from psgrad.engine.execution.bucket_plan import plan_buckets, positions_of
 from psgrad.engine.execution.buckets import ModelSize
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, Stream
-from psgrad.engine.gradients import PerSampleGradients, Sparse, SquareNorms, TwoSided
+from psgrad.engine.gradients import PerSampleGradients, Sparse, TwoSided
 from psgrad.engine.gradients.flat import as_gradients
-from psgrad.engine.gradients.per_sample import materialised_for_many
 from psgrad.engine.gradients.square_norms import sum_of_squares
 from psgrad.errors import ModelError
-from psgrad.ragged import Block, RaggedAxes
+from psgrad.ragged import RaggedAxes
 from tests.engine.execution.ragged_models import Case, case, flat
 
 LINE = RaggedAxes((((0, 0),), ()), (0, 0), masked=True)
@@ -197,16 +196,6 @@ def test_terms_of_bucketed_gradients_are_those_of_all_samples() -> None:
                 assert_close(whole.materialise(), value)
 
 
-def test_bucketed_gradients_kept_for_many_queries() -> None:
-    ragged = case("conv")
-    found, rows = gradients_in_buckets(ragged)
-    expected = flat(ragged.gradients(rows))
-    kept = materialised_for_many(found)
-    assert len(kept.parts) == len(found.parts)
-    assert_close(kept.square_norms(), expected.square().sum(1))
-    assert_close(flat(kept.select("conv.*").materialise()), flat(found.select("conv.*").materialise()))
-
-
 @pytest.mark.parametrize("kind", ["mean", "bert", "gpt2", "lstm"])
 def test_bucketed_gradients_in_float32(kind: str) -> None:
     ragged = case(kind, torch.float32)
@@ -298,15 +287,6 @@ def test_automatic_ragged_chunk_is_measured_in_positions() -> None:
     assert 64 <= half.chunk_size <= LARGEST_AUTO_CHUNK
 
 
-def test_given_chunk_size_is_kept_for_ragged_rows() -> None:
-    ragged = case("mean")
-    rows = ragged.rows([1, 9] * 5)
-    stream = ragged.stream(rows, chunk_size=7, model_size=LARGE)
-    chunks = list(stream.run(len(rows), [Watched(True)]))
-    assert [chunk.stop for chunk in chunks] == [7, 10]
-    assert stream.ragged.tokens is None
-
-
 @pytest.mark.parametrize("factors", [True, False])
 def test_bucket_that_runs_out_of_memory_is_halved_and_others_stay_done(
     factors: bool, monkeypatch: pytest.MonkeyPatch
@@ -371,13 +351,6 @@ def test_ragged_row_that_fails_is_named() -> None:
     assert "[1, 5]" in str(raised.value)
 
 
-def test_ragged_rows_from_anywhere() -> None:
-    ragged = case("mean")
-    rows = ragged.rows(LENGTHS)
-    found = ragged.stream(rows, model_size=LARGE).gradients_at([6, 5, 0])
-    assert_close(flat(found.materialise()), flat(ragged.gradients(rows))[[6, 5, 0]])
-
-
 def test_summaries_of_positions_are_padded_with_nan() -> None:
     ragged = case("gpt2")
     rows = ragged.rows([2, 5, 3])
@@ -403,27 +376,3 @@ def test_outputs_and_norms_of_ragged_examples() -> None:
     assert_close(outputs, torch.stack(alone).detach())
     norms = torch.cat([found["square_norm"] for _, found in examples.norms()])
     assert_close(norms, flat(ragged.gradients(rows)).square().sum(1))
-
-
-def test_square_norms_of_buckets_are_joined_in_order() -> None:
-    ragged = case("lstm")
-    rows = ragged.rows(LENGTHS)
-    stream = ragged.stream(rows, chunk_size=7)
-    kinds: list[type] = []
-
-    class Kinds(Watched):
-        def columns(self, gradients: Any) -> dict[str, torch.Tensor]:
-            kinds.append(type(gradients))
-            return super().columns(gradients)
-
-    (chunk,) = stream.run(7, [Kinds(False)])
-    assert kinds == [SquareNorms]
-    assert_close(chunk.values["norm"], flat(ragged.gradients(rows)).square().sum(1))
-
-
-def test_block_of_one_length_is_one_bucket_in_order() -> None:
-    lengths = torch.full((6, 1), 4)
-    for ragged in (LINE, APART):
-        (bucket,) = plan_buckets(lengths, ragged, once=0.0)
-        assert bucket.tolist() == list(range(6))
-    assert isinstance(Block((torch.zeros(6, 4),), None, lengths, LINE.without_target()), Block)

@@ -25,7 +25,6 @@ from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.errors import DataError, ModelError
 
 ROWS = 40
-CPU = torch.device("cpu")
 
 
 def block(start: int, stop: int) -> Block:
@@ -87,9 +86,7 @@ def test_every_row_is_read_once_and_in_order(size: int) -> None:
         asked.append((start, stop))
         return block(start, stop)
 
-    assert [
-        row for chunk in chunks(Loader(read, CPU, torch.float32), size) for row in rows_of(chunk)
-    ] == list(range(ROWS))
+    assert [row for chunk in chunks(Loader(read), size) for row in rows_of(chunk)] == list(range(ROWS))
     assert asked == [(start, min(start + size, ROWS)) for start in range(0, ROWS, size)]
 
 
@@ -102,7 +99,7 @@ def test_one_chunk_is_read_ahead_and_no_more() -> None:
         gate.set()
         return block(start, stop)
 
-    for chunk in chunks(Loader(slowly(read), CPU, torch.float32), 10):
+    for chunk in chunks(Loader(slowly(read)), 10):
         if 10 < chunk.stop < ROWS:  # the first two chunks show that a thread is worth it
             while chunk.stop not in asked:  # it is read while this one is in use
                 gate.wait(1)
@@ -136,38 +133,6 @@ def test_a_reader_is_never_called_twice_at_once_not_even_for_a_failure() -> None
     with pytest.raises(ModelError, match="raised ValueError on row 10: this one"):
         run()
     assert most == 1
-
-
-@pytest.mark.long
-def test_reading_costs_no_time_beside_a_computation_that_takes_as_long() -> None:
-    pause, count = 0.1, 6
-    spent = {"reading": 0.0, "computing": 0.0}
-
-    def takes_long(what: str) -> None:
-        begin = time.perf_counter()
-        time.sleep(pause)
-        spent[what] += time.perf_counter() - begin
-
-    def read(start: int, stop: int) -> Block:
-        takes_long("reading")
-        return block(start, stop)
-
-    class Slow:
-        needs_factors = False
-
-        def columns(self, gradients: Any) -> dict[str, Tensor]:
-            takes_long("computing")
-            return {}
-
-        def keep(self) -> None:
-            pass
-
-    losses(stream_of(block), 5)  # what comes first is slow
-    begin = time.perf_counter()
-    assert len(list(stream_of(read).run(5 * count, [Slow()]))) == count
-    assert time.perf_counter() - begin < 0.9 * sum(
-        spent.values()
-    )  # all but the first read, if the passes themselves took no time
 
 
 # -- What goes wrong -----------------------------------------------------------------------------------------
@@ -233,25 +198,6 @@ def test_a_run_that_is_given_up_ends_the_thread() -> None:
     running.close()
 
 
-def test_rows_that_are_read_at_once_start_no_thread() -> None:
-    running = stream_of(block).run(ROWS, [GradientNorms()])
-    for _ in running:
-        assert readers() == []
-
-
-def test_no_thread_to_be_had_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    expected = losses(stream := stream_of(block))
-    monkeypatch.setattr(threading.Thread, "start", none)
-    said: list[str] = []
-    torch.testing.assert_close(
-        losses(Stream(stream.loss, stream.params, slowly(block), chunk_size=5, say=said.append)), expected
-    )
-    assert said == ["rows are read between chunks, not beside them: can't start new thread"]
-
-
 # -- Random numbers ------------------------------------------------------------------------------------------
 
 DRAWS: dict[str, Callable[[], float]] = {
@@ -295,26 +241,6 @@ def test_a_reader_that_draws_gets_the_numbers_that_it_would_get_alone(kind: str)
     torch.testing.assert_close(ahead[1], alone[1])
 
 
-def test_a_dataset_with_a_generator_of_its_own_is_read_ahead() -> None:
-    def draws() -> Callable[[int, int], Block]:
-        generator, own = np.random.default_rng(0), random.Random(0)
-
-        def read(start: int, stop: int) -> Block:
-            noise = torch.from_numpy(generator.normal(size=(stop - start, 1))).float() + own.random()
-            return Block((noise,), torch.zeros(stop - start))
-
-        return read
-
-    said: list[str] = []
-    stream = stream_of(slowly(draws()), say=said.append)
-    found = losses(stream)
-    assert said == []
-    alone = draws()
-    again = Stream(stream.loss, stream.params, lambda start, stop: alone(start, stop), chunk_size=5)
-    expected = torch.cat([again.gradients(start, start + 5).losses.double() for start in range(0, ROWS, 5)])
-    torch.testing.assert_close(found, expected)
-
-
 def test_a_reader_that_draws_late_is_read_between_chunks_from_then_on() -> None:
     threads: list[str] = []
 
@@ -354,23 +280,6 @@ def test_rows_are_not_read_while_a_chunk_is_recorded() -> None:
     losses(stream_of(slowly(read), criterion, say=said.append))
     assert [text for text in said if "replayed" in text] == []
     assert len(said) == 1  # the reader drew
-
-
-# -- On a GPU ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies ahead are made to a GPU")
-def test_chunks_are_on_the_gpu_ahead_until_memory_is_short() -> None:
-    loader = Loader(block, torch.device("cuda"), torch.float64)
-    for place, chunk in enumerate(chunks(loader, 5)):
-        assert (chunk.on_device is not None) == (place in (1, 2))
-        (inputs,), target = loader.to_device(chunk)
-        assert inputs.device.type == "cuda"
-        assert (inputs.dtype, inputs.flatten().tolist()) == (torch.float64, list(chunk.rows))
-        assert target is not None
-        if place == 2:
-            assert loader.give_back()
-            assert not loader.give_back()
 
 
 def test_a_part_of_a_chunk_is_not_copied() -> None:

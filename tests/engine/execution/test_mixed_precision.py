@@ -148,14 +148,6 @@ def exact_in_halves(*shape: int) -> Tensor:
     return 1 + torch.randint(128, shape) / 128
 
 
-def test_a_sum_in_halves_would_stand_still() -> None:
-    inputs = exact_in_halves(ROWS, POSITIONS, 3)
-    total = torch.zeros(ROWS, 3, dtype=HALF)
-    for position in inputs.to(HALF).unbind(1):
-        total += position
-    assert ((total.double() / inputs.double().sum(1) - 1).abs() > 0.5).all()
-
-
 @pytest.mark.parametrize(
     ("positions", "width", "features"), [(POSITIONS, 2, 3), (40, 200, 100)], ids=["written out", "Gram"]
 )
@@ -223,19 +215,6 @@ def test_a_weight_that_changes_is_cast_anew(device: torch.device) -> None:
     assert not torch.allclose(first, second, rtol=0.1)
     torch.testing.assert_close(second, norms(), rtol=0, atol=0)
     assert not torch.is_autocast_enabled(device.type)
-
-
-def test_halves_and_floats_are_not_mixed_where_there_is_no_autocast(device: torch.device) -> None:
-    layer, target = Einsum().to(device), torch.zeros(2, dtype=torch.int64, device=device)
-    objective = Objective(layer, F.cross_entropy)
-    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
-        per_sample_gradients(
-            objective.loss,
-            objective.params,
-            (torch.randn(2, 4, 5, device=device).bfloat16(),),
-            target,
-            has_aux=True,
-        )
 
 
 def test_a_loss_sees_float32(device: torch.device) -> None:

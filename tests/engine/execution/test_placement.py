@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from psgrad.engine.execution import stored as stored_weights
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.stored import Stored
 from psgrad.engine.gradients import per_sample_gradients
@@ -70,18 +69,17 @@ def test_one_weight_at_a_time_is_wide(tmp_path: Path, monkeypatch: pytest.Monkey
     place(frozen_but(model, "0.self_attn.q_proj"), CPU, torch.float32, "as-saved")
     alive: set[int] = set()
     most = 0
-    widened = stored_weights._numbers
+    widened = Stored.numbers
 
-    def counted(reused: object, value: object) -> object:
+    def counted(stored: Stored) -> torch.Tensor:
         nonlocal most
-        found = widened(reused, value)
-        if isinstance(value, Stored):
-            alive.add(number := id(found))
-            weakref.finalize(found, alive.discard, number)
-            most = max(most, len(alive))
+        found = widened(stored)
+        alive.add(number := id(found))
+        weakref.finalize(found, alive.discard, number)
+        most = max(most, len(alive))
         return found
 
-    monkeypatch.setattr(stored_weights, "_numbers", counted)
+    monkeypatch.setattr(Stored, "numbers", counted)
     gradients(model, torch.randint(7, 300, (3, 9)))
     assert most == 1
     assert not alive
@@ -133,10 +131,3 @@ def test_a_write_into_a_weight_is_refused() -> None:
     model = place(nn.Linear(2, 2).to(torch.bfloat16).requires_grad_(False), CPU, torch.float32, "as-saved")
     with pytest.raises(ModelError, match=r"writes into a frozen weight that is stored as torch\.bfloat16"):
         model.weight.data.mul_(2)
-
-
-def test_whole_numbers_keep_their_type() -> None:
-    model = nn.Linear(2, 2)
-    model.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
-    place(model, CPU, torch.float32, "bfloat16")
-    assert model.weight.dtype == torch.int8

@@ -136,19 +136,6 @@ def test_memory_with_random_operators_and_in_float64(device: torch.device) -> No
     )
 
 
-def test_memory_is_counted_from_the_first_to_the_last_look(device: torch.device) -> None:
-    x = torch.ones(1000, device=device)
-
-    def function(x: Tensor) -> Tensor:
-        view = (x + 1).reshape(10, 100)[2:]  # 4000 bytes that live as long as the view
-        other = x * 2  # 8000
-        del other
-        third = torch.ops.aten._to_copy.default(x, dtype=torch.float64)  # 12000
-        return view.sum() + third.sum()  # and two numbers, and their sum
-
-    assert 12000 <= peak_bytes(function, x) <= 12000 + 3 * 512
-
-
 # -- The chunk -----------------------------------------------------------------------------------------------
 
 
@@ -189,47 +176,6 @@ def test_a_chunk_fits_where_memory_bends(block: int, each: int, budget: int) -> 
     assert chunk == 1024 or size(5 * chunk + 8) > budget  # and is no small share of what would
 
 
-class Clock:
-    """Goes on only by what `stream`'s passes are made to take: seconds for each chunk, and for each row."""
-
-    def __init__(self, stream: Stream, chunk: float, row: float) -> None:
-        self.now, pass_of = 0.0, stream.pass_of
-
-        def timed_pass_of(how: Callable[..., Any]) -> Callable[..., Any]:
-            def found(params: Any, inputs: Any, target: Any) -> Any:
-                self.now += chunk + row * len(inputs[0])
-                return pass_of(how)(params, inputs, target)
-
-            return found
-
-        stream.pass_of = timed_pass_of  # type: ignore[method-assign]
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 8, 64, 500])
-@pytest.mark.parametrize(("chunk", "row"), [(0.003, 0.0), (0.0, 1e-4), (0.02, 0.001), (0.5, 2.0)])
-def test_plan_time_has_the_fixed_cost_and_that_of_rows(
-    size: int, chunk: float, row: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever else was measured on this machine, and however far the prices of kernels are off."""
-    stream = stream_of(
-        mlp((20, 16, 7)), torch.randn(8, 20), torch.randint(7, (8,)), chunk_size=size, capture="off"
-    )
-    monkeypatch.setattr(plan, "time", Clock(stream, chunk, row))
-    found = plan.plan_run(stream, 1003)
-    assert found.chunk_seconds == pytest.approx(chunk + size * row)
-    if size > 1:  # else all chunks are of one size, and nothing tells the two costs apart
-        assert found.seconds == pytest.approx(-(-1003 // size) * chunk + 1003 * row)
-
-
-def test_plan_time_where_the_larger_chunk_was_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine was busy during the small one: then no part is negative."""
-    assert plan._measured_seconds(lambda rows: 8.0 / rows, 8, 8) == (1.0, 0.0)
-    assert plan._measured_seconds(lambda rows: rows**2 / 8.0, 8, 8) == (0.0, 1.0)
-
-
 # -- A run ---------------------------------------------------------------------------------------------------
 
 
@@ -259,18 +205,6 @@ def test_plan_run_reads_first_rows_only(device: torch.device) -> None:
     ]
     assert found.parameters[0].bytes == (20 + 16) * 4
     assert found.parameter_bytes == 4 * (20 * 16 + 16 + 16 * 7 + 7)
-
-
-@pytest.mark.long
-def test_ways_are_those_that_the_pass_takes(device: torch.device) -> None:
-    torch.manual_seed(0)
-    tokens = torch.randint(19, (8, 11))
-    model = GPT(19, positions=10, width=16, layers=1, heads=2).to(device)
-    stream = stream_of(model, tokens[:, :-1], tokens[:, 1:], chunk_size=8)
-    found = plan.plan_run(stream, 8)
-    way = bound(Objective(model, F.cross_entropy), per_sample_square_norms)
-    taken = way(stream.params, *stream.load(0, 8)).describe()
-    assert {p.parameter: p.way for p in found.parameters} == taken
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from psgrad.engine.execution.chunk_replay import NOT_REPLAYED
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
-from psgrad.engine.execution.recompute import Recompute
+from psgrad.engine.execution.recompute import Recompute, RecomputedForward
 from psgrad.engine.execution.stored import Stored
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.execution.weight_sources import Quantised
@@ -81,7 +81,8 @@ def norms(kind: str, file: Path, again: bool, **options: Any) -> tuple[Tensor, S
     words, labels = torch.randint(11, (ROWS, 5)), torch.randint(3, (ROWS,))
     model, supply = KINDS[kind](file)
     if again:
-        Recompute(True, ["blocks.*"]).add(model)
+        for name, block in model.blocks.named_children():  # type: ignore[union-attr,operator]
+            block.forward = RecomputedForward(Recompute(True), name, block.forward)
     objective = Objective(model, F.cross_entropy)
 
     def read(start: int, stop: int) -> Block:

@@ -23,8 +23,7 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.engine.measures.builtin.norms import GradientNorms
-from psgrad.engine.transforms import vmap
-from psgrad.errors import DataError, ModelError
+from psgrad.errors import ModelError
 from tests.oracles import one_sample_gradients
 
 ROWS = 37
@@ -104,13 +103,6 @@ def test_the_chunk_size_does_not_change_the_numbers(model: nn.Module, chunk_size
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 32, ROWS])
-def test_each_chunk_is_read_once_and_no_larger_than_asked(model: nn.Module, chunk_size: int) -> None:
-    table = Table()
-    columns_of(stream_of(model, table.read, chunk_size=chunk_size))
-    assert table.asked == [(start, min(start + chunk_size, ROWS)) for start in range(0, ROWS, chunk_size)]
-
-
 def test_an_automatic_chunk_follows_from_the_first_rows(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,15 +168,6 @@ def test_an_automatic_chunk_is_the_largest_whose_memory_fits(model: nn.Module) -
     torch.testing.assert_close(
         found, columns_of(stream_of(model, table.read, chunk_size=1000), 1000), rtol=1e-10, atol=0
     )
-
-
-def test_a_prediction_below_the_first_chunk_splits_it(model: nn.Module) -> None:
-    table = Table()
-    stream = stream_of(model, table.read, memory=1)
-    torch.testing.assert_close(
-        columns_of(stream), columns_of(stream_of(model, table.read, chunk_size=ROWS)), rtol=1e-10, atol=0
-    )
-    assert (stream.chunk_size, stream.retries) == (1, 0)
 
 
 class Room:
@@ -308,13 +291,6 @@ def test_a_size_that_fails_twice_in_a_row_is_given_up(model: nn.Module) -> None:
 
 
 @pytest.mark.long
-def test_rows_are_not_read_again_after_a_failure(model: nn.Module) -> None:
-    table = Table()
-    in_a_room(model, table, Room(table, lambda row: 3), 16)
-    assert [row for start, stop in table.asked for row in range(start, stop)] == list(range(ROWS))
-
-
-@pytest.mark.long
 def test_a_row_that_fails_alone_has_one_more_try(model: nn.Module) -> None:
     table = Table()
     room = Room(table, lambda row: 1)
@@ -364,29 +340,6 @@ def test_a_chunk_that_is_tried_again_counts_once_in_every_measure(model: nn.Modu
     np.testing.assert_allclose(
         norms.distributions.found().mean, expected.distributions.found().mean, rtol=1e-12
     )
-
-
-@pytest.mark.long
-def test_finished_chunks_stay_finished_when_memory_gets_scarce_later(model: nn.Module) -> None:
-    table = Table()
-
-    def read(start: int, stop: int) -> Block:
-        if start >= 20 and stop - start > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return table.read(start, stop)
-
-    columns_of(stream_of(model, read, chunk_size=10))
-    assert table.asked == [
-        (0, 10),
-        (10, 20),
-        (20, 23),
-        (23, 25),
-        (25, 28),
-        (28, 30),
-        (30, 33),
-        (33, 36),
-        (36, 37),
-    ]
 
 
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
@@ -485,38 +438,6 @@ def test_many_runs_of_the_loss_for_one_chunk_are_said_once(lengths: int, said: b
     assert not said or words[0].startswith(
         f"the loss ran 13 times for a chunk of {ROWS} rows, as they disagree"
     )
-
-
-class LossesOfModels:
-    """A measure of losses [rows, models]."""
-
-    needs_factors = False
-
-    def columns(self, losses: Tensor) -> dict[str, Tensor]:
-        return {"losses": losses}
-
-    def keep(self) -> None:
-        pass
-
-
-def test_runs_of_the_loss_for_several_models_are_no_split(model: nn.Module) -> None:
-    table, words = Table(), []
-    stream = stream_of(model, table.read, chunk_size=ROWS, say=words.append)
-
-    def of_many_models(loss: Any, params: Any, inputs: Any, target: Any, **_: Any) -> Tensor:
-        each = vmap(lambda *row: loss(*row)[0], in_dims=(None, 0, 0))
-        return torch.stack([each(params, inputs, target) for _ in range(20)], 1)
-
-    list(stream.run(ROWS, [LossesOfModels()], compute=of_many_models))
-    assert words == []
-
-
-def test_what_the_reader_finds_wrong_is_passed_on_as_it_is(model: nn.Module) -> None:
-    def read(start: int, stop: int) -> Block:
-        raise DataError("row 3 is ragged")
-
-    with pytest.raises(DataError, match="row 3 is ragged"):
-        columns_of(stream_of(model, read))
 
 
 def test_rows_from_anywhere_at_once(model: nn.Module) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given
@@ -36,40 +34,6 @@ def test_matmul_cost_grows_with_size(
     smaller = on.matmul_seconds(*shape, torch.float32)
     shape[axis] *= factor
     assert on.matmul_seconds(*shape, torch.float32) >= smaller
-
-
-def test_matmul_cost_from_rates() -> None:
-    """Half of the rate where one axis has the length `thin`."""
-    on = dataclasses.replace(
-        machine.machine(CPU), product=1e11, halves=3, thin=0, thin_inner=0, cached=1e10, streamed=1e10
-    )
-    for dtype, rate in ((torch.float32, 1e11), (torch.float64, 5e10), (torch.bfloat16, 3e11)):
-        expected = on.call_seconds + 2 * 4000**3 / rate + 3 * 4000**2 * dtype.itemsize / 1e10
-        assert on.matmul_seconds(1, 4000, 4000, 4000, dtype) == pytest.approx(expected, rel=1e-9)
-    for thin in (dataclasses.replace(on, thin=2), dataclasses.replace(on, thin_inner=8)):
-        sizes = (2, 4000, 8)
-        added = thin.matmul_seconds(1, *sizes, torch.float32) - on.matmul_seconds(1, *sizes, torch.float32)
-        assert added == pytest.approx(2 * 2 * 4000 * 8 / 1e11, rel=2e-3)
-
-
-def test_memory_cost_by_size_of_result() -> None:
-    on = dataclasses.replace(machine.machine(CPU), cached=1e10, streamed=1e9, cache=10**6, call_seconds=1e-6)
-    assert on.stream_seconds(3e6, 1e6) == pytest.approx(1e-6 + 3e6 / 1e10)
-    assert on.stream_seconds(3e6, 1e6 + 1) == pytest.approx(1e-6 + 3e6 / 1e9)
-    assert on.stream_seconds(3e6) == on.stream_seconds(3e6, 1e6)
-
-
-def test_machine_constants_by_device_and_threads() -> None:
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = machine.machine(CPU)
-        assert machine.machine(CPU) is one  # prices are kept by machine
-        torch.set_num_threads(2)
-        two = machine.machine(CPU)
-    finally:
-        torch.set_num_threads(threads)
-    assert (two.product, two.cached) == (2 * one.product, 2 * one.cached)
 
 
 # -- Choices -------------------------------------------------------------------------------------------------
@@ -112,13 +76,3 @@ def test_norm_order_independent_of_chunk() -> None:
             )
             == 1
         )
-
-
-def test_norm_order_depends_on_machine() -> None:
-    on, block = machine.machine(CPU), BLOCK_BYTES["cpu"]
-    sizes = (1, 64, 256, 256, torch.float32, block)
-    # where writing is dear: 2 * 64 * 64 numbers are less than 256 * 256
-    dear = dataclasses.replace(on, cached=1e6, streamed=1e6)
-    assert cheapest(norm_order_costs(dear, *sizes), block) == "gram"
-    slow = dataclasses.replace(on, call_seconds=1.0)  # where each call is: there are fewer of them
-    assert cheapest(norm_order_costs(slow, *sizes), block) == "materialise"

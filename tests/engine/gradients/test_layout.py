@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psgrad.engine.gradients.layout import AxisLayout, AxisSlice, split_run
+from psgrad.engine.gradients.layout import AxisLayout
 
 shapes = st.lists(st.integers(1, 4), min_size=0, max_size=4)
 
@@ -134,47 +134,3 @@ def test_layout_windows_as_torch(shape: list[int], data: st.DataObject) -> None:
         assert torch.equal(layout.invert(plain, shape), value)
         assert torch.equal(plain[layout.slices], layout.bare.apply(value))
         assert torch.equal(layout.without_ones.apply(value), plain)
-
-
-@given(data=st.data())
-def test_layout_reshape_of_window(data: st.DataObject) -> None:
-    """Rows of a matrix stay a run of rows where the rows are put together, taken apart in equal parts, or
-    their axis made one.
-    """
-    rows, columns, start, more = (data.draw(st.integers(low, 3)) for low in (1, 1, 0, 0))
-    part = AxisLayout.identity((rows, columns)).embed(0, start, start + rows + more)
-    whole = (start + rows + more) * columns
-    for wanted in ([whole], [start + rows + more, 1, columns], [1, whole]):
-        assert part.reshape(wanted) is not None
-
-
-@given(start=st.integers(0, 4), length=st.integers(1, 4), data=st.data())
-def test_layout_run_within_run(start: int, length: int, data: st.DataObject) -> None:
-    run = AxisSlice(start, start + length + data.draw(st.integers(0, 2)))
-    first, count = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 4))
-    at, inside = run.narrow(length, first, count)
-    own, wanted = [*range(start, start + length)], [*range(first, first + count)]
-    kept = own[at]
-    assert kept == [place for place in own if place in wanted]
-    assert wanted[inside.start : inside.start + len(kept)] == kept
-    assert inside.size == count
-
-
-@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
-def test_layout_run_along_merged_axes(sizes: list[int], data: st.DataObject) -> None:
-    whole = math.prod(sizes)
-    start = data.draw(st.integers(0, whole - 1))
-    length = data.draw(st.integers(1, whole - start))
-    result = split_run(start, length, sizes)
-    marked = torch.zeros(whole)
-    marked[start : start + length] = 1
-    marked = marked.reshape(sizes)
-    places = marked.nonzero()
-    is_box = math.prod(len(places[:, d].unique()) for d in range(len(sizes))) == len(places)
-    if result is None:
-        assert not is_box
-        return
-    box = torch.zeros(sizes)
-    box[tuple(slice(run.start, run.start + count) for run, count in result)] = 1
-    assert torch.equal(box, marked)
-    assert [run.size for run, _ in result] == sizes

@@ -38,7 +38,6 @@ from psgrad.engine.gradients.terms import (
     Rows,
     Term,
 )
-from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from psgrad.errors import TransformArgumentError
 from tests.engine.gradients.agreement import deferred_gradients
 from tests.engine.gradients.matrices import matrix, projected
@@ -130,37 +129,6 @@ def test_projection_equals_materialised_matrix(projection: Projection, device: t
         assert_close(
             alone, expected if projection.per == "total" else projected(projection, {name: exact[name]})
         )
-
-
-def test_projection_two_sided_acts_on_factors() -> None:
-    product = Product(torch.randn(4, 2, 3, 6), torch.randn(4, 2, 3, 7))
-    turned = AxisLayout.identity((1, 6, 7)).permute([0, 2, 1])
-    assert turned is not None
-    turned = turned.reshape((7, 6))
-    assert turned is not None
-    groups = AxisLayout.identity((2, 6, 7)).reshape((12, 7))
-    assert groups is not None
-    one = Product(product.left[:, :1], product.right[:, :1])
-    table = Rows(torch.randint(5, (4, 2)), torch.randn(4, 2, 3), 5)
-    kernels = Convolution(
-        torch.randn(4, 1, 4, 5),
-        torch.randn(4, 1, 6, 5),
-        torch.Size([4, 3, 3]),
-        Geometry((1,), (1,), (1,), False, (0,), 2),
-    )
-    with patch(
-        "psgrad.engine.gradients.projections.two_sided._add_slices", side_effect=AssertionError("slices")
-    ):
-        for placed in (
-            Placed(product, groups),
-            Placed(one, turned),
-            Placed(one, window(turned, 1)),
-            Placed.plain(table),
-            Placed.plain(kernels),
-        ):
-            gradients_of([placed], 4).project(TwoSided(3, 4))
-        with pytest.raises(AssertionError, match="slices"):
-            gradients_of([Placed.plain(product)], 4).project(TwoSided(3, 4))  # a batch of matrices
 
 
 @st.composite

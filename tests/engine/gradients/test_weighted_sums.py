@@ -18,7 +18,6 @@ from psgrad.engine.gradients import (
     WeightedSum,
     per_sample_gradients,
     per_sample_weighted_sum,
-    weighted_sums,
 )
 from psgrad.errors import TransformError
 from tests.oracles import one_sample_gradients
@@ -64,12 +63,10 @@ def clipped(objective: Objective, inputs: Tensor, target: Tensor, **options: obj
     return per_sample_weighted_sum(objective.loss, objective.params, (inputs,), target, has_aux=True, **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("memory", [None, 0, 2000], ids=["kept", "never kept", "given up on the way"])
 @pytest.mark.parametrize("name", list(networks()))
-def test_weighted_sum_clipped_equals_the_loop(name: str, memory: float | None) -> None:
+def test_weighted_sum_clipped_equals_the_loop(name: str) -> None:
     objective, inputs, target = objective_of(name)
-    result = clipped(objective, inputs, target, memory=memory)
-    assert result.recomputed == (memory is not None)
+    result = clipped(objective, inputs, target)
     gradients = one_sample_gradients(objective.model, F.cross_entropy, (inputs,), target)
     norms = torch.stack([value.flatten(1).square().sum(1) for value in gradients.values()]).sum(0).sqrt()
     assert (norms > BOUND).any()
@@ -83,9 +80,8 @@ def test_weighted_sum_clipped_equals_the_loop(name: str, memory: float | None) -
         )
 
 
-@pytest.mark.parametrize("memory", [None, 0, 2000], ids=["kept", "never kept", "given up on the way"])
 @pytest.mark.parametrize("name", list(networks()))
-def test_weighted_sum_weights_by_parameter(name: str, memory: float | None) -> None:
+def test_weighted_sum_weights_by_parameter(name: str) -> None:
     objective, inputs, target = objective_of(name)
 
     def each(norms: SquareNorms) -> dict[str, Tensor]:
@@ -94,8 +90,7 @@ def test_weighted_sum_weights_by_parameter(name: str, memory: float | None) -> N
             for key, value in norms.square_norms(per="parameter").items()
         }
 
-    result = clipped(objective, inputs, target, weights=each, memory=memory)
-    assert result.recomputed == (memory is not None)
+    result = clipped(objective, inputs, target, weights=each)
     for key, value in one_sample_gradients(objective.model, F.cross_entropy, (inputs,), target).items():
         weights = (BOUND / value.flatten(1).norm(dim=1)).clamp(max=1)
         expected = torch.einsum("n,n...->...", weights, value)
@@ -105,8 +100,7 @@ def test_weighted_sum_weights_by_parameter(name: str, memory: float | None) -> N
         torch.testing.assert_close(result.weights[key], weights, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("memory", [None, 0])
-def test_weighted_sum_weight_zero_of_nonfinite_sample(memory: float | None) -> None:
+def test_weighted_sum_weight_zero_of_nonfinite_sample() -> None:
     objective, inputs, target = objective_of("cnn")
     spoilt = inputs.clone()
     spoilt[1] = math.inf
@@ -115,7 +109,7 @@ def test_weighted_sum_weight_zero_of_nonfinite_sample(memory: float | None) -> N
         weights = clipping(norms)
         return torch.where(torch.isfinite(norms.square_norms()), weights, 0.0)
 
-    result = clipped(objective, spoilt, target, weights=finite_only, memory=memory)
+    result = clipped(objective, spoilt, target, weights=finite_only)
     rest = [0, 2, 3, 4]
     expected = clipped(objective, inputs[rest], target[rest])
     assert result.weights[1] == 0
@@ -123,28 +117,10 @@ def test_weighted_sum_weight_zero_of_nonfinite_sample(memory: float | None) -> N
         torch.testing.assert_close(result.sums[key], value, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("memory", [None, 0])
-def test_weighted_sum_all_samples_nonfinite(memory: float | None) -> None:
+def test_weighted_sum_all_samples_nonfinite() -> None:
     objective, inputs, target = objective_of("mlp")
-    result = clipped(
-        objective, inputs * math.nan, target, weights=lambda norms: torch.zeros(len(norms)), memory=memory
-    )
+    result = clipped(objective, inputs * math.nan, target, weights=lambda norms: torch.zeros(len(norms)))
     assert all(not value.any() for value in result.sums.values())
-
-
-def test_weighted_sum_second_pass_same_draws() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 3)).double().train()
-    objective = Objective(model, F.cross_entropy)
-    inputs, target = torch.randn(7, 6, dtype=torch.float64), torch.randint(3, (7,))
-    result, left = [], []
-    for memory in (None, 0):
-        torch.manual_seed(1)
-        result.append(clipped(objective, inputs, target, randomness="different", memory=memory))
-        left.append(torch.rand(3))
-    for key, value in result[0].sums.items():
-        torch.testing.assert_close(result[1].sums[key], value, rtol=1e-12, atol=1e-14)
-    assert torch.equal(*left)  # and leaves the generator where it was
 
 
 def test_weighted_sum_branching_model() -> None:
@@ -162,10 +138,9 @@ def test_weighted_sum_branching_model() -> None:
     torch.testing.assert_close(result.sums["w"], weights @ gradients, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("memory", [None, 0])
 @pytest.mark.parametrize("by", ["nonzero", "mask", "repeats"])
 def test_weighted_sum_of_samples_that_count_beside_others_with_other_lengths(
-    by: str, memory: float | None
+    by: str,
 ) -> None:
     weight = {"w": torch.arange(1.0, 6.0, dtype=torch.float64)}
     rows = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
@@ -179,15 +154,12 @@ def test_weighted_sum_of_samples_that_count_beside_others_with_other_lengths(
         return params["w"][chosen].square().sum()
 
     counted = torch.tensor([False, True, False, True])
-    found = per_sample_weighted_sum(
-        loss, weight, rows, weights=lambda _: counted.double(), memory=memory, counted=counted
-    )
+    found = per_sample_weighted_sum(loss, weight, rows, weights=lambda _: counted.double(), counted=counted)
     expected = per_sample_weighted_sum(loss, weight, rows[counted], weights=lambda _: torch.ones(2))
     torch.testing.assert_close(found.sums, expected.sums)
 
 
-@pytest.mark.parametrize("memory", [None, 0])
-def test_weighted_sum_two_branches_and_nonfinite_sample(memory: float | None) -> None:
+def test_weighted_sum_two_branches_and_nonfinite_sample() -> None:
     """Two branches, so that samples are split twice, and one sample that is no number."""
     params = {"w": torch.randn(3, dtype=torch.float64), "v": torch.randn((), dtype=torch.float64)}
     rows = torch.randn(9, 3, dtype=torch.float64)
@@ -203,7 +175,7 @@ def test_weighted_sum_two_branches_and_nonfinite_sample(memory: float | None) ->
         place[4] = 0
         return {"w": place, "v": 10 * place}
 
-    result = per_sample_weighted_sum(loss, params, rows, weights=own, memory=memory).sums
+    result = per_sample_weighted_sum(loss, params, rows, weights=own).sums
     expected = {"w": torch.zeros(3, dtype=torch.float64), "v": torch.zeros((), dtype=torch.float64)}
     for sample in [0, 1, 2, 3, 5, 6, 7, 8]:
         gradient = grad(loss)(params, rows[sample])
@@ -212,21 +184,6 @@ def test_weighted_sum_two_branches_and_nonfinite_sample(memory: float | None) ->
             "v": expected["v"] + 10 * (sample + 1) * gradient["v"],
         }
     torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_weighted_sum_factors_beyond_memory_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    objective, inputs, target = objective_of("gpt")
-    most = []
-
-    class Counting(weighted_sums._StoredGradients):
-        def add(self, name: str, gradient: object) -> None:
-            super().add(name, gradient)  # type: ignore[arg-type]
-            most.append(len(self.gradients))
-
-    monkeypatch.setattr(weighted_sums, "_StoredGradients", Counting)
-    clipped(objective, inputs, target, memory=10_000)
-    assert max(most) < len(objective.params)
-    assert most[-1] == 0
 
 
 def test_weighted_sum_wrong_shape_of_weights_refused() -> None:

@@ -67,18 +67,16 @@ def test_on_one_scale_keeps_zeros_and_leaves_nan_out_of_the_scale() -> None:
 
 def test_is_relative_for_means_of_several_checkpoints_only() -> None:
     for method in (Influence(), EKFAC(), GradientDot()):
-        assert is_relative(method, 2, "relative")
-        assert not is_relative(method, 1, "relative")
-        assert not is_relative(method, 2, "plain")
+        assert is_relative(method, 2)
+        assert not is_relative(method, 1)
     for method in (TracIn(), TRAK(), GradientCosine()):
-        assert not is_relative(method, 2, "relative")
+        assert not is_relative(method, 2)
 
 
 def test_joined_self_weighs_checkpoints_alike() -> None:
     early, late = torch.tensor([100.0, 300.0, 200.0]).double(), torch.tensor([0.2, 0.1, 0.3]).double()
     expected = sum(each.numpy() / np.sqrt(np.mean(each.numpy() ** 2)) for each in (early, late)) / 2
     np.testing.assert_allclose(joined_self(Influence(), [early, late]), expected, rtol=1e-12)
-    np.testing.assert_allclose(joined_self(Influence(), [early, late], "plain"), (early + late) / 2)
     np.testing.assert_allclose(joined_self(Influence(), [late]), late)
 
 

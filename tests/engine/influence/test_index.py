@@ -20,7 +20,6 @@ from torch import nn
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.index import stored_index
 from psgrad.engine.influence.index.build import build_index, from_index
-from psgrad.engine.influence.index.estimators import FittedRows
 from psgrad.engine.influence.index.index_rows import RowBlock
 from psgrad.engine.influence.index.stored_index import IndexSpec, StoredRows, decoded, describe, encoded
 from psgrad.engine.influence.method import Checkpoint, Method
@@ -103,35 +102,6 @@ def test_index_of_projections_equals_method(tmp_path: Path, method: Any, kind: A
         rtol=0,
         atol=1e-12 * np.abs(direct).max(),
     )
-
-
-@pytest.mark.parametrize(
-    "method", [GradientDot(), GradientCosine(), TracIn(), ProjectedInfluence(), TRAK()], ids=lambda m: m.name
-)
-def test_index_search_vectors_are_in_the_order_of_scores(tmp_path: Path, method: Method) -> None:
-    training, queries = both(network())
-    store = built(tmp_path, EXACT, training)
-    fitted = from_index(method, store).fit(training, Checkpoint(learning_rate=0.25))
-    assert isinstance(fitted, FittedRows)
-    projected = fitted.projected(queries)
-    asked = torch.cat([projected, fitted.mean_query(projected)])
-
-    def scores_for(rows: torch.Tensor) -> torch.Tensor:
-        blocks = list(fitted.scores_of(rows))
-        found = torch.cat([block.scores[""] for block in blocks])
-        weights = [block.weights for block in blocks if block.weights is not None]
-        return found * torch.cat(weights).unsqueeze(1) if weights else found
-
-    scores = scores_for(asked)
-    vectors = torch.cat([fitted.row_vectors(block) for block in fitted.source.blocks()])
-    products = vectors @ fitted.query_vectors(asked).t()
-    ratio = (products * scores).sum(0) / scores.square().sum(0)
-    assert bool((ratio > 0).all())
-    torch.testing.assert_close(products, scores * ratio, rtol=1e-8, atol=1e-10 * float(products.abs().max()))
-    mean, of_all = scores[:, :-1].mean(1), scores[:, -1]
-    ratio = (mean * of_all).sum() / of_all.square().sum()
-    assert float(ratio) > 0
-    torch.testing.assert_close(mean, of_all * ratio, rtol=1e-8, atol=1e-10 * float(mean.abs().max()))
 
 
 def test_index_self_influence(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def problem(counts: ReplayCounts | None, processes: Any = None) -> tuple[Example
 
 def scores(method: Method, counts: ReplayCounts | None, processes: Any = None) -> np.ndarray:
     training, queries = problem(counts, processes)
-    fitted = method.fit(training, Checkpoint(learning_rate=0.1, step=10))
+    fitted = method.fit(training, Checkpoint(learning_rate=0.1))
     return torch.cat([block.scores[""] for block in fitted.scores(queries)]).numpy()
 
 

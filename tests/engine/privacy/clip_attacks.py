@@ -148,7 +148,6 @@ def contribution(
     clipping: Clipping,
     others: list[Inputs],
     record: Inputs,
-    memory: float | None = None,
 ) -> float:
     """How far the sums with and without the record are apart, in float64: the largest share of a group's
     bound.
@@ -160,7 +159,7 @@ def contribution(
             if records
             else [x[None][:0] for x in record]
         )
-        sums.append(batch_source(kind.loss, params, *batch, memory=memory)(clipping).sums)
+        sums.append(batch_source(kind.loss, params, *batch)(clipping).sums)
     assert all(value.isfinite().all() for value in sums[0].values())
     with_it, without = sums
     return max(

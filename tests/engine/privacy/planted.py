@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from psgrad.engine.privacy.box_muller import Use
-from psgrad.engine.privacy.generators import Generator, SecureGenerator
+from psgrad.engine.privacy.generators import Generator
 
 
 def normals(generator: Generator, *shape: int) -> torch.Tensor:
@@ -40,8 +40,8 @@ class PlantedGenerator(Generator):
         raise AssertionError("no noise was to be drawn")
 
 
-class PlantedStream(SecureGenerator):
-    """A SecureGenerator whose key stream repeats the same bytes."""
+class PlantedStream(Generator):
+    """A Generator whose key stream repeats the same bytes."""
 
     def __init__(self, pattern: bytes) -> None:
         super().__init__(bytes(32))

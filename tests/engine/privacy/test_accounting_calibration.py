@@ -11,8 +11,6 @@ import pytest
 from psgrad.engine.privacy.accounting import (
     Events,
     StepEvent,
-    composition,
-    curve_accountant,
     epsilon_curve,
     epsilon_pld,
     epsilon_rdp,
@@ -55,29 +53,6 @@ def test_calibration_of_gaussians_equals_closed_form(target: float, steps: int) 
     assert target * (1 - 2.5e-3) < exact <= target
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("rate", "steps", "target"), [(0.1, 150, 3.0), (0.01, 1000, 2.0), (0.004, 14040, 1.0)]
-)
-def test_noise_calibration_composes_few_loss_distributions(
-    monkeypatch: pytest.MonkeyPatch, rate: float, steps: int, target: float
-) -> None:
-    """Also where the epsilon of the plan is asked for afterwards: a run's start waits for them."""
-    composed: list[Any] = []
-    plain = composition.pld_epsilon
-    monkeypatch.setattr(
-        composition, "pld_epsilon", lambda *numbers: composed.append(numbers) or plain(*numbers)
-    )
-    composition._composed.cache_clear()
-
-    planned = steps_of(lambda z: poisson(z, rate), steps)
-    multiplier = noise_multiplier_for(target, 1e-5, planned)
-    epsilon = epsilon_pld(planned(multiplier), 1e-5).value
-    assert epsilon is not None
-    assert 0.9995 * target <= epsilon <= target
-    assert len(composed) <= 6
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("target", "make", "steps", "wording"),
@@ -103,25 +78,15 @@ def test_calibration_impossible_target_refused(target: float, make: Any, steps: 
 def test_epsilon_curve_equals_epsilon_after_steps() -> None:
     event = poisson(2.0, 0.1)
     curve = epsilon_curve(event, 40, 1e-5)
-    assert curve_accountant(event) == "RDP"
     assert (curve[0][0], curve[-1][0]) == (1, 40)
     for steps, value in curve[::4]:
         assert value == epsilon_rdp([(event, steps)], 1e-5).value
 
 
-@pytest.mark.long
-def test_epsilon_curve_by_pld_where_rdp_is_undefined() -> None:
-    event = poisson(1.0, 0.05, "replace_one")
-    assert curve_accountant(event) == "PLD"
-    curve = dict(epsilon_curve(event, 8, 1e-5))
-    assert list(curve) == [1, 2, 3, 4, 6, 8]
-    assert curve[6] == epsilon_pld([(event, 6)], 1e-5).value
-    assert list(curve.values()) == sorted(curve.values())
-
-
 def test_epsilon_curve_distinct_numbers_of_steps() -> None:
     assert [steps for steps, _ in epsilon_curve(poisson(1.0, 0.1), 3, 1e-5)] == [1, 2, 3]
     assert epsilon_curve(poisson(1.0, 0.1), 0, 1e-5) == []
+    assert epsilon_curve(poisson(1.0, 0.1, "replace_one"), 5, 1e-5) == []  # RDP has none
     assert epsilon_curve(poisson(0.0, 0.1), 2, 1e-5) == [(1, math.inf), (2, math.inf)]
     with pytest.raises(ConfigError, match="delta is 2"):
         epsilon_curve(poisson(1.0, 0.1), 3, 2)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from psgrad.engine.privacy.box_muller import PAIRS, REACH
-from psgrad.engine.privacy.generators import Generator, SecureGenerator, make_generator
+from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.errors import ConfigError
 from tests.engine.privacy.planted import PlantedStream, normals
 
@@ -44,10 +44,8 @@ def threads() -> Iterator[None]:
 
 def test_generator_equals_aes_counter_mode() -> None:
     """NIST SP 800-38A, F.5.5 (CTR-AES256.Encrypt): the output blocks of the first two counters."""
-    generator = SecureGenerator(
-        bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4")
-    )
-    generator._nonce, generator._counter = bytes.fromhex("f0f1f2f3f4f5f6f7"), 0xF8F9FAFBFCFDFEFF
+    generator = Generator(bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4"))
+    generator._nonce, generator.drawn = bytes.fromhex("f0f1f2f3f4f5f6f7"), 0xF8F9FAFBFCFDFEFF
     expected = bytes.fromhex("0bdf7df1591716335e9a8b15c860c502" + "5a6e699d536119065433863c8f657b94")
     assert generator.uint64(4).tobytes() == expected
 
@@ -55,14 +53,14 @@ def test_generator_equals_aes_counter_mode() -> None:
 def test_generator_stream_continues_across_pieces() -> None:
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-    generator = SecureGenerator(bytes(range(32)))
+    generator = Generator(bytes(range(32)))
     count = 100_001
     counters = b"".join(block.to_bytes(16, "big") for block in range(count // 2 + 1))
     expected = Cipher(algorithms.AES(bytes(range(32))), modes.ECB()).encryptor().update(counters)[: 8 * count]
     assert generator.uint64(count).tobytes() == expected
 
 
-class Watched(SecureGenerator):
+class Watched(Generator):
     """Notes which cipher blocks are used."""
 
     def __init__(self) -> None:
@@ -87,7 +85,7 @@ def test_generator_cipher_blocks_used_once(calls: list[tuple[str, int]]) -> None
             generator.uint64(n)
         else:
             normals(generator, n)
-    assert len(generator.used) == len(set(generator.used)) <= generator._counter
+    assert len(generator.used) == len(set(generator.used)) <= generator.drawn
 
 
 def test_generator_shared_by_threads() -> None:
@@ -139,11 +137,11 @@ def test_generator_copy_refused(way: object) -> None:
 
 
 def test_generator_key_hidden() -> None:
-    generator = SecureGenerator()
+    generator = Generator()
     shown = f"{generator!r} {generator} {generator.name}"
     assert generator._key.hex() not in shown
     assert repr(generator._key) not in shown
-    assert repr(generator) == "<SecureGenerator aes-256-ctr>"
+    assert repr(generator) == "<Generator aes-256-ctr>"
 
 
 def test_generator_seed_and_position() -> None:
@@ -184,7 +182,7 @@ def angle_of(word: int) -> Fraction:
     return Fraction(arc, 2**12) + Fraction(within - 2**52 if within >= 2**51 else within, 2**64)
 
 
-def by_formula(generator: SecureGenerator, total: int) -> np.ndarray:
+def by_formula(generator: Generator, total: int) -> np.ndarray:
     """Box-Muller on the same bits by NumPy's functions, one block after another."""
     raw = np.empty(-(-total // 2) * 16 + 15, dtype=np.uint8)
     generator._write(0, len(raw) - 15, raw)
@@ -210,8 +208,8 @@ def by_formula(generator: SecureGenerator, total: int) -> np.ndarray:
 )
 def test_generator_normals_equal_formula(shape: tuple[int, ...]) -> None:
     key = b"k" * 32
-    result = normals(SecureGenerator(key), *shape)
-    expected = torch.from_numpy(by_formula(SecureGenerator(key), math.prod(shape))).reshape(shape)
+    result = normals(Generator(key), *shape)
+    expected = torch.from_numpy(by_formula(Generator(key), math.prod(shape))).reshape(shape)
     torch.testing.assert_close(result, expected, rtol=0.0, atol=1e-14)
     error = (result - expected).abs()
     assert error.numel() == 0 or error.median() < 1e-15
@@ -240,17 +238,17 @@ def test_generator_independent_of_threads(threads: None) -> None:
     result = []
     for number in (1, 2, 5):
         torch.set_num_threads(number)
-        result.append(normals(SecureGenerator(b"t" * 32), 7 * PAIRS + 11))
+        result.append(normals(Generator(b"t" * 32), 7 * PAIRS + 11))
     assert all(torch.equal(result[0], other) for other in result[1:])
 
 
 def test_generator_normals_in_inference_mode_and_under_another_default_device(threads: None) -> None:
     torch.set_num_threads(2)
-    expected = normals(SecureGenerator(b"i" * 32), 6 * PAIRS)
+    expected = normals(Generator(b"i" * 32), 6 * PAIRS)
     with torch.inference_mode():
-        assert torch.equal(normals(SecureGenerator(b"i" * 32), 6 * PAIRS), expected)
+        assert torch.equal(normals(Generator(b"i" * 32), 6 * PAIRS), expected)
     with torch.device("meta"):
-        assert torch.equal(normals(SecureGenerator(b"i" * 32), 6 * PAIRS), expected)
+        assert torch.equal(normals(Generator(b"i" * 32), 6 * PAIRS), expected)
 
 
 def exact_radius(word: int, further: int) -> float:
@@ -311,7 +309,7 @@ def test_generator_normals_further_bits() -> None:
 
     generator = Rarely()
     values = normals(generator, 3 * PAIRS)
-    assert len(generator.used) == len(set(generator.used)) <= generator._counter
+    assert len(generator.used) == len(set(generator.used)) <= generator.drawn
     pairs = values.double().reshape(-1, 2)
     far = torch.cat([pairs[:PAIRS:100], pairs[PAIRS::100]]).norm(dim=1)
     assert far.min() > 8.9

@@ -213,19 +213,16 @@ MONSTERS: dict[str, tuple[list[float], list[float], bool]] = {
 }
 
 
-@pytest.mark.parametrize("memory", [None, 0], ids=["kept", "two passes"])
 @pytest.mark.parametrize("clip", [Clipping.flat, Clipping.per_parameter], ids=["flat", "per parameter"])
 @pytest.mark.parametrize("monster", list(MONSTERS))
-def test_clipped_source_bound_for_any_record(
-    monster: str, clip: Callable[..., Clipping], memory: float | None
-) -> None:
+def test_clipped_source_bound_for_any_record(monster: str, clip: Callable[..., Clipping]) -> None:
     left, right, adds = MONSTERS[monster]
     x, k = planted(left, right)
     clipping = clip(WIDE, 0.5)
     others = [i for i in range(6) if i != PLACE]
-    result = batch_source(bilinear, WIDE, x, k, memory=memory)(clipping)
-    rest = batch_source(bilinear, WIDE, x[others], k[others], memory=memory)(clipping)
-    alone = batch_source(bilinear, WIDE, x[[PLACE]], k[[PLACE]], memory=memory)(clipping)
+    result = batch_source(bilinear, WIDE, x, k)(clipping)
+    rest = batch_source(bilinear, WIDE, x[others], k[others])(clipping)
+    alone = batch_source(bilinear, WIDE, x[[PLACE]], k[[PLACE]])(clipping)
     assert all(value.isfinite().all() for value in result.sums.values())
     assert all(
         norm <= group.bound
@@ -246,7 +243,6 @@ def test_clipped_source_all_records_nonfinite(model: nn.Module, batch: tuple[Ten
     clipping = Clipping.per_layer(names_of(model), 1.0)
     for source in (
         in_memory(model, spoilt),
-        in_memory(model, spoilt, memory=0),
         stream_source(stream_of(model, spoilt, chunk_size=4), RECORDS),
     ):
         result = source(clipping)

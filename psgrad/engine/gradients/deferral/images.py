@@ -20,15 +20,28 @@ from psgrad.engine.transforms.operators import Op
 aten = torch.ops.aten
 
 
-# Operators that are linear in their first argument.
-_IN_THE_FIRST: tuple[Op, ...] = (
+# Operators that multiply each element of their first argument, repeated or not, with a number that does not
+# depend on it.
+_SCALING: tuple[Op, ...] = (
+    aten.expand.default,
+    aten.tril.default,
+    aten.triu.default,
+    aten.div.Tensor,
+    aten.tanh_backward.default,
+    aten.sigmoid_backward.default,
+    aten.threshold_backward.default,
+    aten.gelu_backward.default,
+    aten.silu_backward.default,
+    aten.softplus_backward.default,
+    aten.hardtanh_backward.default,
+    aten.hardsigmoid_backward.default,
+)
+# Others that are linear in their first argument.
+_MIXING: tuple[Op, ...] = (
     aten.sum.default,
     aten.sum.dim_IntList,
     aten.mean.default,
     aten.mean.dim,
-    aten.expand.default,
-    aten.tril.default,
-    aten.triu.default,
     aten.flip.default,
     aten.slice.Tensor,
     aten.select.int,
@@ -39,53 +52,24 @@ _IN_THE_FIRST: tuple[Op, ...] = (
     aten.transpose.int,
     aten.index_select_backward.default,
     aten.mv.default,
-    aten.div.Tensor,
     aten._softmax_backward_data.default,
     aten._log_softmax_backward_data.default,
-    aten.tanh_backward.default,
-    aten.sigmoid_backward.default,
-    aten.threshold_backward.default,
-    aten.gelu_backward.default,
-    aten.silu_backward.default,
-    aten.softplus_backward.default,
-    aten.hardtanh_backward.default,
-    aten.hardsigmoid_backward.default,
 )
-# Operators that multiply each element of a value, repeated or not, with a number that does not depend on it.
-_ELEMENTWISE: frozenset[Op] = frozenset(
-    (
-        aten.expand.default,
-        aten.tril.default,
-        aten.triu.default,
-        aten.div.Tensor,
-        aten.mul.Tensor,
-        aten.masked_fill.Scalar,
-        aten.where.self,
-        aten.where.ScalarOther,
-        aten.where.ScalarSelf,
-        aten.tanh_backward.default,
-        aten.sigmoid_backward.default,
-        aten.threshold_backward.default,
-        aten.gelu_backward.default,
-        aten.silu_backward.default,
-        aten.softplus_backward.default,
-        aten.hardtanh_backward.default,
-        aten.hardsigmoid_backward.default,
-    )
-)
-# For each operator, the places of arguments in which it is linear, each with the place of another argument
-# that has to be zero then.
-LINEAR: dict[Op, dict[int, int | None]] = {
-    **{op: {0: None} for op in _IN_THE_FIRST},
-    **{
-        op: {0: None, 1: None}
-        for op in (aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.matmul.default)
-    },
-    aten.constant_pad_nd.default: {0: 2},
+# Those of more arguments: the places in which they are linear, each with the place of another argument that
+# has to be zero then.
+_ELEMENTWISE: dict[Op, dict[int, int | None]] = {
+    **{op: {0: None} for op in _SCALING},
+    aten.mul.Tensor: {0: None, 1: None},
     aten.masked_fill.Scalar: {0: 2},
     aten.where.self: {1: 2, 2: 1},
     aten.where.ScalarOther: {1: 2},
     aten.where.ScalarSelf: {2: 1},
+}
+LINEAR: dict[Op, dict[int, int | None]] = {
+    **_ELEMENTWISE,
+    **{op: {0: None} for op in _MIXING},
+    **{op: {0: None, 1: None} for op in (aten.mm.default, aten.bmm.default, aten.matmul.default)},
+    aten.constant_pad_nd.default: {0: 2},
 }
 
 

@@ -23,22 +23,13 @@ DeferredArguments = list[
 ]  # for each argument of an operator its deferred value, if it is one
 
 
-def of_each(
-    batch: Batch,
-    value: DeferredGradient,
-    shape: Sequence[int],
-    change: Callable[[Placed], list[Placed] | None],
-) -> Any:
+def of_each(value: DeferredGradient, shape: Sequence[int], change: Callable[[Placed], Placed | None]) -> Any:
     """The gradient with each term changed; NotImplemented if a change returns None."""
     terms: list[Placed] = []
     for placed in value.terms:
-        changed = change(placed)
-        if changed is None:
+        if (changed := change(placed)) is None:
             return NotImplemented
-        terms += changed
-    if not terms:  # zero
-        zero = torch.zeros((), dtype=value.dtype, device=value.device).expand(batch.size, *shape)
-        terms = [Placed.plain(Dense(zero))]
+        terms.append(changed)
     return value.with_terms(terms, torch.Size(shape))
 
 
@@ -66,11 +57,11 @@ def permuted(value: DeferredGradient, dims: list[int]) -> Any:
     return relabelled(value, [placed.layout.permute(dims) for placed in value.terms])
 
 
-def narrowed(batch: Batch, value: DeferredGradient, dim: int, start: int, length: int) -> Any:
+def narrowed(value: DeferredGradient, dim: int, start: int, length: int) -> Any:
     if length == value.shape[dim]:
         return value
     shape = [length if d == dim else size for d, size in enumerate(value.shape)]
-    return of_each(batch, value, shape, lambda placed: placed_maps.narrowed(placed, dim, start, length))
+    return of_each(value, shape, lambda placed: placed_maps.narrowed(placed, dim, start, length))
 
 
 def embedded(value: DeferredGradient, dim: int, start: int, size: int) -> Any:

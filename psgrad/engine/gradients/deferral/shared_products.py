@@ -37,7 +37,7 @@ def _scale_by(exponent: int) -> Any:
         if not isinstance(other, torch.Tensor) or batch.is_mapped(other) or other.dtype != value.dtype:
             return NotImplemented
         product = torch.mul if exponent > 0 else torch.div
-        return of_each(batch, value, value.shape, lambda placed: placed_maps.times(placed, other, product))
+        return of_each(value, value.shape, lambda placed: placed_maps.times(placed, other, product))
 
     return scale
 
@@ -57,7 +57,7 @@ def _mm(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: An
         return NotImplemented
     dim = 1 if left is not None else 0
     shape = [matrix.shape[1] if d == dim else size for d, size in enumerate(value.shape)]
-    return of_each(batch, value, shape, lambda placed: placed_maps.contracted(placed, dim, matrix))
+    return of_each(value, shape, lambda placed: placed_maps.contracted(placed, dim, matrix))
 
 
 PRODUCTS: dict[Op, Any] = {
@@ -76,13 +76,13 @@ def _slice(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     dim, start, end, step = given + [0, None, None, 1][len(given) :]
     dim = wrap_dim(dim, len(value.shape))
     first, last, step = slice(start, end, step).indices(value.shape[dim])
-    return NotImplemented if step != 1 else narrowed(batch, value, dim, first, max(last - first, 0))
+    return NotImplemented if step != 1 else narrowed(value, dim, first, max(last - first, 0))
 
 
 def _select(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     value, (dim, index) = deferred[0], args[1:]
     dim = wrap_dim(dim, len(value.shape))
-    part = narrowed(batch, value, dim, index % value.shape[dim], 1)
+    part = narrowed(value, dim, index % value.shape[dim], 1)
     return (
         part
         if part is NotImplemented
@@ -102,23 +102,6 @@ def _select_backward(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any
     dim = wrap_dim(dim, len(shape))
     value = reshaped(deferred[0], [1 if d == dim else size for d, size in enumerate(shape)])
     return value if value is NotImplemented else embedded(value, dim, index % shape[dim], shape[dim])
-
-
-def _pad(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
-    """With zeros, or by cutting off."""
-    value, pad = deferred[0], args[1]
-    if len(args) > 2 and args[2] != 0:
-        return NotImplemented
-    for axis in range(len(pad) // 2):
-        dim, (before, behind) = len(value.shape) - 1 - axis, pad[2 * axis : 2 * axis + 2]
-        length = value.shape[dim] + min(before, 0) + min(behind, 0)
-        value = narrowed(batch, value, dim, max(-before, 0), length)
-        if value is NotImplemented:
-            return value
-        value = embedded(value, dim, max(before, 0), length + max(before, 0) + max(behind, 0))
-        if value is NotImplemented:
-            return value
-    return value
 
 
 def _cat(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: Any) -> Any:
@@ -148,7 +131,6 @@ PARTS: dict[Op, Any] = {
     aten.select.int: _select,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
-    aten.constant_pad_nd.default: _pad,
     aten.cat.default: _cat,
     aten.stack.default: _stack,
 }

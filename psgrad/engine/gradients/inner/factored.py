@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -23,36 +22,30 @@ from psgrad.engine.gradients.terms import BLOCK_BYTES, Term
 _TALL = 256
 
 
-@dataclass(frozen=True)
-class Sides:
-    """The terms of two sets of samples with factors, and the order of contraction for two tables."""
-
-    left: Sequence[Term]
-    right: Sequence[Term]
-    match_tables: bool
-
-
 def have_factors(left: Sequence[Term], right: Sequence[Term]) -> bool:
     """Whether every two terms of aligned sides can be contracted factor by factor."""
     return all(x.has_tile_products_with(y) or y.has_tile_products_with(x) for x in left for y in right)
 
 
-def add_factored(out: torch.Tensor, sides: Sides, dtype: torch.dtype, *, symmetric: bool) -> None:
-    """Add the inner products of `sides` to out [n, m] float64; if it is symmetric, not to its lower half.
-
-    Factors are multiplied in `dtype`.
+def add_factored(
+    out: torch.Tensor, left: Sequence[Term], right: Sequence[Term], dtype: torch.dtype, *, symmetric: bool
+) -> None:
+    """Add the inner products of the sums of terms of both sides to out [n, m] float64; if it is symmetric,
+    not to its lower half. Factors are multiplied in `dtype`.
     """
     n, m = out.shape
     device = out.device
     large = budget(SIDE_BYTES, device)
-    for one in steps(n, large // max(_bytes(sides.left, dtype), 1)):
-        x = [term.at(one, dtype) for term in sides.left]
-        for other in steps(m, large // max(_bytes(sides.right, dtype), 1)):
+    for one in steps(n, large // max(_bytes(left, dtype), 1)):
+        x = [term.at(one, dtype) for term in left]
+        for other in steps(m, large // max(_bytes(right, dtype), 1)):
             if symmetric and other.stop <= one.start:
                 continue
             same = symmetric and one == other
-            y = x if same else [term.at(other, dtype) for term in sides.right]
-            _add_blocks(out[one, other], x, y, sides.match_tables, same)
+            y = x if same else [term.at(other, dtype) for term in right]
+            for a in x:
+                for b in y:
+                    _add_pair(out[one, other], a, b, same)
 
 
 def _bytes(terms: Sequence[Term], dtype: torch.dtype) -> int:
@@ -63,17 +56,6 @@ def _bytes(terms: Sequence[Term], dtype: torch.dtype) -> int:
         for f in term.factors
         if f.is_floating_point()
     )
-
-
-def _add_blocks(
-    out: torch.Tensor, left: Sequence[Term], right: Sequence[Term], match_tables: bool, symmetric: bool
-) -> None:
-    for x in left:
-        for y in right:
-            if match_tables and x.matches_with(y):
-                out += x.match_products(y)
-            else:
-                _add_pair(out, x, y, symmetric)
 
 
 def _add_pair(out: torch.Tensor, x: Term, y: Term, symmetric: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.inner.factored import Sides, add_factored, have_factors
+from psgrad.engine.gradients.inner.factored import add_factored, have_factors
 from psgrad.engine.gradients.inner.materialised import LONGEST_SUM, add_by_values, bundled
 from psgrad.engine.gradients.inner.regions import SIDE_BYTES, Region, budget, regions, rows_of
 from psgrad.engine.gradients.machine import machine
@@ -20,7 +20,7 @@ from psgrad.engine.gradients.square_norms import largest_numbers, square_norms
 from psgrad.engine.gradients.terms import CANCELLATION, Term, accumulating_dtype
 
 # Orders of contraction of a region.
-VALUES, GRAM, MATCHES = "values", "gram", "matches"
+VALUES, GRAM = "values", "gram"
 
 Pair = tuple[DeferredGradient, DeferredGradient]
 
@@ -45,12 +45,7 @@ def _prices(region: Region, dtype: torch.dtype, machine: Machine) -> dict[str, f
     if not _has_orders(region):
         return prices
     pairs = [(x.term, y.term) for x in region.left for y in region.right]
-    prices[GRAM] = sum(gram_seconds(x, y, dtype, machine) for x, y in pairs)
-    if any(x.matches_with(y) for x, y in pairs):
-        prices[MATCHES] = sum(
-            (matches_seconds if x.matches_with(y) else gram_seconds)(x, y, dtype, machine) for x, y in pairs
-        )
-    return prices
+    return prices | {GRAM: sum(gram_seconds(x, y, dtype, machine) for x, y in pairs)}
 
 
 def _has_orders(region: Region) -> bool:
@@ -79,16 +74,6 @@ def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> floa
         + machine.matmul_seconds(groups, rows, columns, b, dtype)
         + passes * groups * rows * columns * dtype.itemsize / rate
     )
-
-
-def matches_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> float:
-    """The time to gather both rows of each match, to multiply and to add them. The indices are read to count
-    the matches.
-    """
-    width = x.sizes[3] * dtype.itemsize
-    moved = x.count_matches(y) * (4 * width + 32)
-    entries = x.samples * x.sizes[1] + y.samples * y.sizes[1]
-    return machine.scattered_seconds(moved) + machine.scattered_seconds(entries * (4 * width + 200))
 
 
 def values_seconds(region: Region, dtype: torch.dtype, machine: Machine) -> float:
@@ -127,21 +112,20 @@ def inner_products(
     if not total.numel():
         return total
     by_values: dict[torch.dtype, list[Region]] = {}
-    by_factors: list[tuple[Region, str, torch.dtype]] = []
+    by_factors: list[tuple[Region, torch.dtype]] = []
     for region in (region for x, y in pairs for region in regions(x, y)):
         dtype = _dtype(region)
-        order = cheapest_order(region, dtype, machine(device))
-        if order == VALUES:
+        if cheapest_order(region, dtype, machine(device)) == VALUES:
             by_values.setdefault(dtype, []).append(region)
         else:
-            by_factors.append((region, order, dtype))
+            by_factors.append((region, dtype))
     is_zero = True
     for dtype, regions_of_dtype in by_values.items():
         for bundle in bundled(regions_of_dtype):
             part = _by_values(total if is_zero else torch.zeros_like(total), bundle, dtype, symmetric)
             total, is_zero = part if is_zero else total.add_(part), False
-    for region, order, dtype in by_factors:
-        _add_by_factors(total, region, order, dtype, symmetric)
+    for region, dtype in by_factors:
+        _add_by_factors(total, region, dtype, symmetric)
     total = _mirrored(total) if symmetric else total
     return _with_overflow_by_values(total, pairs) if by_factors else total
 
@@ -168,14 +152,12 @@ def _is_finite(gradient: DeferredGradient, count: int) -> torch.Tensor:
     return finite
 
 
-def _add_by_factors(
-    total: torch.Tensor, region: Region, order: str, dtype: torch.dtype, symmetric: bool
-) -> None:
+def _add_by_factors(total: torch.Tensor, region: Region, dtype: torch.dtype, symmetric: bool) -> None:
     """Add a region's inner products by factors. The lower half of a symmetric result is undefined. A sample
     with a factor that is not finite has NaN in its row or column.
     """
     part = torch.zeros_like(total)
-    add_factored(part, _factors(region, order), dtype, symmetric=symmetric)
+    add_factored(part, *_factors(region), dtype, symmetric=symmetric)
     finite = []
     for side, placed in enumerate((region.left,) if symmetric else (region.left, region.right)):
         terms = [each.term for each in placed]
@@ -184,15 +166,13 @@ def _add_by_factors(
         places = (_inaccurate(placed, sizes, dtype) & finite[-1]).nonzero().squeeze(1)
         if len(places):
             exact = torch.zeros(_count(total, side, places), dtype=torch.float64, device=total.device)
-            add_factored(exact, _factors(_of(region, side, places), order), torch.float64, symmetric=False)
+            add_factored(exact, *_factors(_of(region, side, places)), torch.float64, symmetric=False)
             _replace(part, side, places, exact, symmetric)
     total += part.masked_fill_(~(finite[0].unsqueeze(1) & finite[-1]), math.nan)
 
 
-def _factors(region: Region, order: str) -> Sides:
-    return Sides(
-        [placed.term for placed in region.left], [placed.term for placed in region.right], order == MATCHES
-    )
+def _factors(region: Region) -> tuple[list[Term], list[Term]]:
+    return [placed.term for placed in region.left], [placed.term for placed in region.right]
 
 
 def _by_values(out: torch.Tensor, bundle: list[Region], dtype: torch.dtype, symmetric: bool) -> torch.Tensor:

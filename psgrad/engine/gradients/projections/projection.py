@@ -304,19 +304,9 @@ class Sums:
             self._added = 1
         return self._part
 
-    def add(self, samples: slice | torch.Tensor, contribution: torch.Tensor) -> None:
+    def add(self, samples: slice, contribution: torch.Tensor) -> None:
         """Add [m, k] to the rows of these samples."""
-        if isinstance(samples, torch.Tensor):
-            self.part().index_add_(0, samples, contribution)
-        else:
-            self.part()[samples] += contribution
-
-    def add_product(self, samples: slice | torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add left [m, q] @ right [q, k] to the rows of these samples."""
-        if isinstance(samples, torch.Tensor):
-            self.add(samples, left @ right)
-        else:
-            self.part()[samples].addmm_(left, right)
+        self.part()[samples] += contribution
 
     def total(self) -> torch.Tensor:
         return self._part if self._total is None else self._total + self._part

@@ -1,6 +1,5 @@
 """Sparse projections, which add each entry of a gradient to one column or subtract it; and the walk over a
-deferred gradient in slices: a few entries of all samples' gradients at a time, with their places in the
-parameter's row-major order.
+deferred gradient in blocks: neighbouring entries of some samples' gradients at a time.
 """
 
 from __future__ import annotations
@@ -8,14 +7,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from psgrad.engine.gradients.deferred import DeferredGradient, Placed
-from psgrad.engine.gradients.layout import AxisLayout
+from psgrad.engine.gradients.deferred import DeferredGradient, Placed, oriented
+from psgrad.engine.gradients.inner.regions import rows_of, steps
+from psgrad.engine.gradients.layout import AxisSlice
 from psgrad.engine.gradients.projections.projection import (
     PER_WORD,
     Per,
@@ -30,86 +29,51 @@ from psgrad.engine.gradients.projections.projection import (
     streams,
     words_at,
 )
-from psgrad.engine.gradients.terms import Slice as Slice
-from psgrad.engine.gradients.terms import Workspace
+from psgrad.engine.gradients.terms import Product, Rows, Term, Workspace
 
 
-class ParameterIndices:
-    """Converts places in a term's row-major order to places in the parameter's, by arithmetic."""
+def value_blocks(
+    placed: Placed, dtype: torch.dtype, limit: int, together: int, memory: Workspace
+) -> Iterator[tuple[slice, int, torch.Tensor]]:
+    """The values of a placed term in blocks: samples, the first place in the parameter, row-major, and the
+    values [m, q] at it and the next ones. Places outside of a window, where they are zero, may be left out.
 
-    def __init__(self, layout: AxisLayout) -> None:
-        self.layout = layout
-
-    @cached_property
-    def _steps(self) -> tuple[list[int], int]:
-        """The distance of each atom's neighbours in the parameter, and the place of the first element."""
-        layout = self.layout
-        steps = [0] * len(layout.atoms)
-        window = layout.slices
-        left = list(reversed(layout.order))
-        first, behind = 0, 1  # `behind`: the size of the parameter's axes so far, from the last on
-        for axis in reversed(range(len(layout.shape))):
-            run, count = window[axis], 1
-            while left and (count < layout.inner[axis] or layout.atoms[left[0]] == 1):
-                atom = left.pop(0)
-                steps[atom] = behind * count
-                count *= layout.atoms[atom]
-            first += behind * run.start
-            behind *= layout.shape[axis]
-        return steps, first
-
-    @cached_property
-    def _shift(self) -> int | None:
-        """The distance of each element's places, if it is the same for all; else None."""
-        steps, first = self._steps
-        atoms = self.layout.atoms
-        own = [math.prod(atoms[place + 1 :]) for place in range(len(atoms))]
-        same = all(step == wanted for step, wanted, size in zip(steps, own, atoms, strict=True) if size > 1)
-        return first if same else None
-
-    def of(self, places: range | torch.Tensor, device: torch.device) -> range | torch.Tensor:
-        """The places in the parameter of places in the term; a range of them stays one if possible."""
-        shift = self._shift
-        if shift is not None:
-            return (
-                range(places.start + shift, places.stop + shift)
-                if isinstance(places, range)
-                else places + shift
-            )
-        steps, first = self._steps
-        rest = torch.arange(places.start, places.stop, device=device) if isinstance(places, range) else places
-        out = torch.full_like(rest, first)
-        for size, step in zip(reversed(self.layout.atoms), reversed(steps), strict=True):
-            out += (rest % size) * step
-            rest = rest // size
-        return out
-
-
-def slices(
-    placed: Placed, dtype: torch.dtype, limit: int, width: int, samples: slice = slice(None)
-) -> Iterator[Slice]:
-    """A placed term in slices, in a precision, of neighbouring samples or all. The values of a slice are
-    valid until the next slice.
-
-    Args:
-        limit: the largest number of values of a slice, if possible.
-        width: the largest number of places of a slice of a table's looked-up rows; such a slice leaves out
-            samples that looked up none of them.
+    limit: the largest number of values of a block, if possible. together: of samples of a block. memory: of
+    the values, which are valid until the next block.
     """
-    term, places = placed.term.at(samples, dtype), ParameterIndices(placed.layout)
-    first = samples.start or 0
-    for part in term.slices(limit, width):
-        whose = (
-            part.samples + first
-            if isinstance(part.samples, torch.Tensor)
-            else _shifted(part.samples, first, term.samples)
-        )
-        yield Slice(part.values, places.of(part.places, term.device), whose)
+    term, rows, first = _whole_rows(placed)
+    size = math.prod(placed.layout.shape if term is None else term.shape)
+    step = max(1, min(together, limit // max(size // rows, 1)))
+    for samples in steps(placed.term.samples, step):
+        count = samples.stop - samples.start
+        if term is None:
+            yield samples, 0, placed.at(samples, dtype).materialise().reshape(count, size)
+            continue
+        some = term.at(samples, dtype)
+        for part in steps(rows, limit // max(size // rows * count, 1)):
+            yield samples, first + part.start * (size // rows), _values_of_rows(some, part, rows, memory)
 
 
-def _shifted(some: slice, by: int, count: int) -> slice:
-    start, stop, _ = some.indices(count)
-    return slice(start + by, stop + by)
+def _values_of_rows(term: Term, part: slice, rows: int, memory: Workspace) -> torch.Tensor:
+    """[m, q] of these rows of so many. Of one outer product a sample the samples are neighbours in memory, as
+    a sparse projection reads them.
+    """
+    if isinstance(term, Product) and term.is_outer_product and term.shape[0] == 1:
+        left, right = (factor.flatten(1).t().contiguous() for factor in term.factors)
+        out = memory.tensor("values", (part.stop - part.start, *right.shape), term.dtype)
+        return torch.mul(left[part].unsqueeze(1), right, out=out).flatten(0, 1).t()
+    return term.some_rows(part, rows).reshape(term.samples, -1)
+
+
+def _whole_rows(placed: Placed) -> tuple[Term | None, int, int]:
+    """A term whose elements are neighbours in the parameter, in its order; how many rows its value can be cut
+    into; and the place of its first element. No term for another one.
+    """
+    (run, _), *others = placed.layout.runs or [(AxisSlice(0, 1), 1)]
+    term = oriented(Placed(placed.term, placed.layout.bare))
+    if term is None or any(other.size != length for other, length in others):
+        return None, 1, 0
+    return term, rows_of([term]), run.start * math.prod(placed.layout.shape[1:])
 
 
 # Samples that are added up together: enough that they share the cost of the matrix, on a CPU few enough that
@@ -213,40 +177,38 @@ def add_sparse(sums: Sums, orders: Orders, gradient: DeferredGradient, factor: f
     """Add the gradients, times a number, to the columns given by `orders`."""
     memory, together = Workspace(sums.device), _SAMPLES.get(sums.device.type, _SAMPLES["cuda"])
     for placed in gradient.terms:
-        for start in range(0, placed.term.samples, together):
-            samples = slice(start, min(start + together, placed.term.samples))
-            listed = placed.term.at(samples, sums.dtype).listed() if placed.layout.is_identity else None
-            if listed is not None:
-                _add_listed(sums, orders, *listed, samples, factor)
-                continue
-            limit = max(
-                element_limit(sums.device, sums.dtype), _SEGMENTS * orders.size * (samples.stop - start)
-            )
-            for part in slices(placed, sums.dtype, limit, limit, samples):
-                _add(sums, orders, part, factor, memory)
+        term = placed.term
+        if isinstance(term, Rows) and placed.layout.is_identity:
+            for samples in steps(term.samples, together):
+                _add_listed(sums, orders, *term.at(samples, sums.dtype).listed(), samples, factor)
+            continue
+        limit = max(element_limit(sums.device, sums.dtype), _SEGMENTS * orders.size * together)
+        for samples, first, values in value_blocks(placed, sums.dtype, limit, together, memory):
+            if values.numel():
+                _add(sums, orders, samples, first, values, factor, memory)
 
 
-def _add(sums: Sums, orders: Orders, part: Slice, factor: float, memory: Workspace) -> None:
-    if not part.values.numel():
-        return
-    if isinstance(part.places, torch.Tensor):
-        columns, drawn = orders.scattered(part.places)
-        contribution = torch.zeros(len(part.values), sums.columns, dtype=sums.dtype, device=sums.device)
-        contribution.index_add_(1, columns, part.values * drawn)
-        sums.add(part.samples, contribution * factor)
-        return
-    segments = range(part.places.start // orders.size, -(-part.places.stop // orders.size))
-    values, length = part.values.t(), len(segments) * orders.size
-    if length != len(values) or not values.is_contiguous():
-        offset = part.places.start - segments.start * orders.size
-        values = memory.tensor("values", (length, len(part.values)), sums.dtype)
-        values[:offset].zero_()
-        values[offset : offset + len(part.places)] = part.values.t()
-        values[offset + len(part.places) :].zero_()
+def _add(
+    sums: Sums,
+    orders: Orders,
+    samples: slice,
+    first: int,
+    values: torch.Tensor,
+    factor: float,
+    memory: Workspace,
+) -> None:
+    """Add values [m, q] at the place `first` and the next ones."""
+    count, last = len(values), first + values.shape[1]
+    segments = range(first // orders.size, -(-last // orders.size))
+    length, offset = len(segments) * orders.size, first - segments.start * orders.size
+    by_place = memory.tensor("places", (length, count), sums.dtype)
+    by_place[:offset].zero_()
+    by_place[offset : offset + values.shape[1]] = values.t()
+    by_place[offset + values.shape[1] :].zero_()
     gathered = _gathered_once if length <= _CACHED else _gathered
     places, drawn = gathered(orders, segments, sums.device, sums.dtype)
-    sums_of_places = F.embedding_bag(places, values, mode="sum", per_sample_weights=drawn)
-    sums.add(part.samples, sums_of_places.t() if factor == 1 else sums_of_places.t() * factor)
+    sums_of_places = F.embedding_bag(places, by_place, mode="sum", per_sample_weights=drawn)
+    sums.add(samples, sums_of_places.t() if factor == 1 else sums_of_places.t() * factor)
 
 
 def _gathered(

@@ -5,7 +5,6 @@ Methods for a pair of kinds are in the file that imports the other one. A new ki
 here.
 """
 
-from psgrad.engine.gradients.layout import Slice as Slice
 from psgrad.engine.gradients.terms.convolution_gradient import Convolution as Convolution
 from psgrad.engine.gradients.terms.dense import Dense as Dense
 from psgrad.engine.gradients.terms.grouped_product import GroupedProduct as GroupedProduct

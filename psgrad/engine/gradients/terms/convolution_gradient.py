@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from psgrad.engine.gradients.costs import (
     convolution_order_costs,
     sizes_of,
 )
-from psgrad.engine.gradients.layout import Slice
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
@@ -41,9 +40,6 @@ from psgrad.engine.transforms.rules.convolution_weights import (
 )
 
 aten = torch.ops.aten
-
-# With fewer channels a slice would materialise a convolution's patches too often.
-_CHANNELS = 32
 
 
 @dataclass(frozen=True)
@@ -202,44 +198,11 @@ class Convolution(Term):
         operations = 2.0 * elements * narrow.shape[1] * math.prod(narrow.shape[3:])
         return on.convolution_seconds(operations, elements * dtype.itemsize, dtype, grouped=True)
 
-    def slices(self, limit: int, width: int) -> Iterator[Slice]:
-        """Whole groups, or some channels of one group: the gradient of a narrower convolution."""
-        shape, groups = self.weight_shape, self.geometry.groups
-        row = math.prod(shape[1:])
-        channels = shape[0] // groups  # of the weight's first axis, in a group
-        wanted = max(1, min(_CHANNELS, shape[0]), limit // max(self.samples * row, 1))
-        several = max(1, wanted // channels)
-        step = wanted if wanted < channels else several * channels
-        for group in range(0, groups, several):
-            last = min(groups, group + several)
-            for start in range(group * channels, last * channels, step):
-                stop = min(start + step, last * channels)
-                part = self._channels(range(start, stop), range(group, last))
-                yield Slice(part.materialise().flatten(1), range(start * row, stop * row), slice(None))
-
-    def _channels(self, channels: range, groups: range) -> Convolution:
-        """The convolution whose weight is some channels of some groups, counted along the weight's first
-        axis.
-        """
-        first, second = self._sides
-        each = getattr(self, second).shape[2] // self.geometry.groups
-        return replace(
-            self,
-            weight_shape=torch.Size([len(channels), *self.weight_shape[1:]]),
-            geometry=self.geometry._replace(groups=len(groups)),
-            **{
-                first: getattr(self, first)[:, :, channels.start : channels.stop],
-                second: getattr(self, second)[:, :, groups.start * each : groups.stop * each],
-            },
-        )
-
-    def matrix_places(self) -> tuple[torch.Tensor, int] | None:
-        return torch.arange(self.weight_shape[0], device=self.device), math.prod(self.weight_shape[1:])
-
     def times_matrices(
-        self, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
+        self, first: Callable[[torch.Tensor], torch.Tensor], second: torch.Tensor, dtype: torch.dtype
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """The second matrix is a convolution with kernels."""
+        matrix = first(torch.arange(self.weight_shape[0], device=self.device))
         groups, axes = self.geometry.groups, len(self.weight_shape) - 2
         # [g * k, i, *kernel]
         kernels = second.t().reshape(-1, *self.weight_shape[1:]).repeat(groups, *(1,) * (axes + 1))
@@ -255,7 +218,7 @@ class Convolution(Term):
             ):  # output padding, and windows that end before the input does
                 patches = patches.narrow(2 + axis, 0, size)
             right = _by_position(patches.unflatten(0, narrow.shape[:2]), groups)  # [m, g, t, k]
-            left = _by_position(narrow, groups) @ first.view(groups, self.weight_shape[0] // groups, -1)
+            left = _by_position(narrow, groups) @ matrix.view(groups, self.weight_shape[0] // groups, -1)
             yield samples, left.flatten(1, 2), right.flatten(1, 2)
 
     def narrow(self, axis: int, some: slice) -> Convolution | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from psgrad.engine.gradients.layout import Slice
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
     square_norm,
@@ -74,11 +72,3 @@ class Dense(Term):
 
     def some_rows(self, rows: slice, count: int) -> torch.Tensor:
         return self.value.reshape(self.samples, count, -1)[:, rows]
-
-    def slices(self, limit: int, width: int) -> Iterator[Slice]:
-        """Whole rows of the last axes if they fit."""
-        values = self.value.flatten(1) if self.value.dim() > 1 else self.value.unsqueeze(1)
-        row, places = math.prod(self.shape[1:]), max(1, limit // max(self.samples, 1))
-        yield from Slice(values, range(values.shape[1]), slice(None)).cut(
-            places // row * row if 0 < row <= places else places
-        )

@@ -1,40 +1,26 @@
 """Linear maps of placed terms that are maps of their factors: slices, products with shared tensors.
 
-Each function returns the terms of the result, an empty list if it is zero, or None if it is no such map. If a
-term is placed in a window of the parameter, the map is applied to the window only.
+Each function returns the term of the result, or None if it is no such map. A term in a window of the
+parameter has none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 
-from psgrad.engine.gradients.layout import AxisLayout, AxisSlice
+from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.terms.dense import Dense
 from psgrad.engine.gradients.terms.numerics import samples_to_recompute
 from psgrad.engine.gradients.terms.term import Multiply, Placed, Term
 
 
-def narrowed(placed: Placed, dim: int, start: int, length: int) -> list[Placed] | None:
+def narrowed(placed: Placed, dim: int, start: int, length: int) -> Placed | None:
     """`length` places of an axis, from `start` on."""
-    layout = placed.layout
-    if layout.window is None:
-        inner = _narrowed(placed, dim, slice(start, start + length)) if length else None
-        return None if inner is None else [inner]
-    some, run = layout.window[dim].narrow(layout.inner[dim], start, length)
-    count = some.stop - some.start
-    if not count:
-        return []
-    bare = Placed(placed.term, layout.bare)
-    inner = bare if count == layout.inner[dim] else _narrowed(bare, dim, some)
-    return None if inner is None else [_in_window(inner, layout, {dim: run})]
-
-
-def _narrowed(placed: Placed, dim: int, some: slice) -> Placed | None:
+    some = slice(start, start + length)
+    if placed.layout.window is not None or not length:
+        return None
     if placed.term.stored_value is not None:
         value = placed.layout.apply(placed.term.stored_value, lead=1)
         return Placed.plain(Dense(value[(slice(None),) * (dim + 1) + (some,)], lost_at=placed.term.lost_at))
@@ -58,58 +44,43 @@ def _placed(term: Term | None, rank: int) -> Placed | None:
     return None if layout is None else Placed(term, layout)
 
 
-def times(placed: Placed, by: torch.Tensor, product: Multiply = torch.mul) -> list[Placed] | None:
+def times(placed: Placed, by: torch.Tensor, product: Multiply = torch.mul) -> Placed | None:
     """Element by element times (or over) a tensor that broadcasts to the parameter's shape."""
-    layout, rank = placed.layout, len(placed.layout.inner)
-    if by.dim() > rank:
+    term, rank = _aligned(placed), len(placed.layout.inner)
+    if by.dim() > rank or term is None:
         return None
     by = by.reshape([*(1,) * (rank - by.dim()), *by.shape])
     by = by[tuple(slice(0, 1) if not stride else slice(None) for stride in by.stride())]
-    if layout.window is not None:
-        by = by[
-            tuple(
-                part if size != 1 else slice(None) for part, size in zip(layout.slices, by.shape, strict=True)
-            )
-        ]
     if not are_finite(product(torch.zeros((), dtype=by.dtype, device=by.device), by)):
         return None  # zeros of the value times infinity are NaN, and factors would not give this NaN
-    term = _aligned(Placed(placed.term, layout.bare))
-    if term is None:
-        return None
-    inner = _placed(term.times(by.reshape((1,) * (len(term.shape) - rank) + by.shape), product), rank)
-    return None if inner is None or not _has_finite_factors(inner) else [_in_window(inner, layout)]
+    return _if_finite(
+        _placed(term.times(by.reshape((1,) * (len(term.shape) - rank) + by.shape), product), rank)
+    )
 
 
-def contracted(placed: Placed, dim: int, by: torch.Tensor) -> list[Placed] | None:
+def contracted(placed: Placed, dim: int, by: torch.Tensor) -> Placed | None:
     """An axis contracted with the first of a matrix's two, [size, k]."""
-    layout = placed.layout
-    inside = by[layout.slices[dim]] if layout.window is not None else by
-    term, rank = _aligned(Placed(placed.term, layout.bare)), len(layout.inner)
-    inner = None if term is None else _placed(term.contract(dim + len(term.shape) - rank, inside), rank)
-    if inner is None or not are_finite(by) or not _has_finite_factors(inner):
+    term, rank = _aligned(placed), len(placed.layout.inner)
+    if term is None or not are_finite(by):
         return None
-    return [_in_window(inner, layout, {dim: AxisSlice(0, by.shape[1])})]
+    return _if_finite(_placed(term.contract(dim + len(term.shape) - rank, by), rank))
 
 
-def _has_finite_factors(placed: Placed) -> bool:
-    """Whether all factors are finite. Only then zeros and sums within a factor give zeros and sums of the
-    value: zero times NaN or infinity is NaN, and infinities may cancel in the value. The result of a product
-    is checked, because a factor may overflow.
+def _if_finite(found: Placed | None) -> Placed | None:
+    """The term, if all factors are finite. Only then zeros and sums within a factor give zeros and sums of
+    the value: zero times NaN or infinity is NaN, and infinities may cancel in the value. The result of a
+    product is checked, because a factor may overflow.
     """
-    shared_once = (factor if factor.stride(0) else factor[:1] for factor in placed.term.factors)
-    return are_finite(*(narrow(factor) for factor in shared_once))
+    if found is None:
+        return None
+    shared_once = (factor if factor.stride(0) else factor[:1] for factor in found.term.factors)
+    return found if are_finite(*(narrow(factor) for factor in shared_once)) else None
 
 
 def are_finite(*values: torch.Tensor) -> bool:
     """Whether all numbers are finite; in a recorded program a guard."""
     infinite = torch.stack([~value.isfinite().all() for value in values])
     return not len(samples_to_recompute(infinite))
-
-
-def reshaped(placed: Placed, shape: tuple[int, ...]) -> Placed | None:
-    """The term under another shape; None if its window is no product of runs there."""
-    layout = placed.layout.reshape(shape)
-    return None if layout is None else Placed(placed.term, layout)
 
 
 def oriented(placed: Placed) -> Term | None:
@@ -130,21 +101,6 @@ def oriented(placed: Placed) -> Term | None:
     columns = [i for i in sorted(order) if i not in rows]
     whole = order == columns + rows and math.prod(layout.atoms[i] for i in rows) == height
     return swapped if whole else None
-
-
-def _in_window(
-    placed: Placed, before: AxisLayout, new: Mapping[int, AxisSlice] = MappingProxyType({})
-) -> Placed:
-    """A term after a map, in the window, if any, of its layout before; new: the runs of the axes that the map
-    has changed.
-    """
-    layout = placed.layout
-    if before.window is None:
-        return placed
-    window = tuple(new.get(dim, run) for dim, run in enumerate(before.window))
-    if all(run.size == length for run, length in zip(window, layout.inner, strict=True)):
-        return Placed(placed.term, layout.bare)
-    return Placed(placed.term, replace(layout, window=window))
 
 
 def narrow(value: torch.Tensor) -> torch.Tensor:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from psgrad.engine.gradients.costs import Machine, cheapest, norm_order_costs
-from psgrad.engine.gradients.layout import Slice
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.terms.numerics import (
-    Workspace,
     accumulating,
     accumulating_dtype,
     block_bytes,
@@ -188,45 +186,16 @@ class Product(Term):
         size = math.prod(self.shape) * self.samples * dtype.itemsize
         return on.matmul_seconds(self.samples * groups, a, b, t, dtype) + on.stream_seconds(size)
 
-    def slices(self, limit: int, width: int) -> Iterator[Slice]:
-        n, groups, positions, rows = self.left.shape
-        columns = self.right.shape[3]
-        some_columns = max(1, min(columns, limit // max(n, 1)))
-        some_rows = max(1, min(rows, limit // max(n * columns, 1)))
-        memory, dtype = Workspace(self.device), self.dtype
-        for group in range(groups):
-            for i in range(0, rows, some_rows):
-                left = self.left[:, group, :, i : i + some_rows]
-                for j in range(0, columns, some_columns):  # less than a row only if a slice has one row
-                    right = self.right[:, group, :, j : j + some_columns]
-                    a, b = left.shape[2], right.shape[2]
-                    # samples last: fastest for a sparse projection, and equally fast for a product
-                    if positions == 1:
-                        value = memory.tensor("values", (a, b, n), dtype)
-                        torch.mul(
-                            left[:, 0].t().contiguous().unsqueeze(1), right[:, 0].t().contiguous(), out=value
-                        )
-                        value = value.flatten(0, 1).t()
-                    else:
-                        value = torch.bmm(
-                            left.transpose(1, 2), right, out=memory.tensor("values", (n, a, b), dtype)
-                        ).flatten(1)
-                    start = (group * rows + i) * columns + j
-                    yield Slice(value, range(start, start + value.shape[1]), slice(None))
-
-    def matrix_places(self) -> tuple[torch.Tensor, int] | None:
-        groups, rows, columns = self.shape
-        return torch.arange(groups * rows, device=self.device), columns
-
     def times_matrices(
-        self, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
+        self, first: Callable[[torch.Tensor], torch.Tensor], second: torch.Tensor, dtype: torch.dtype
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         groups, positions, rows, columns = self.sizes
-        each = groups * positions * (rows + columns + first.shape[1] + second.shape[1]) * dtype.itemsize
+        matrix = first(torch.arange(groups * rows, device=self.device))
+        each = groups * positions * (rows + columns + matrix.shape[1] + second.shape[1]) * dtype.itemsize
         for samples in blocks(self.samples, each, self.device):
             some = self.at(samples, dtype)
             # one weight for all samples: a product with a matrix, where there are no groups
-            left = some.left @ first if groups == 1 else some.left @ first.view(groups, rows, -1)
+            left = some.left @ (matrix if groups == 1 else matrix.view(groups, rows, -1))
             yield samples, left.flatten(1, 2), (some.right @ second).flatten(1, 2)
 
     def narrow(self, axis: int, some: slice) -> Product:

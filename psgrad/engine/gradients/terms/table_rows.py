@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from psgrad.engine.gradients.layout import Slice
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
-    block_bytes,
     blocks,
     of_one_dtype,
     square_norm,
@@ -167,35 +165,6 @@ class Rows(Term):
         pairs = pairs.masked_fill_(~factor, 0) if factor.dtype == torch.bool else pairs.mul_(factor)
         return pairs.reshape(n, t, m, s).sum((1, 3))
 
-    def matches_with(self, other: Term) -> bool:
-        return isinstance(other, Rows)
-
-    def count_matches(self, other: Term) -> int:
-        """As Term.count_matches, from the counts of each row of the table in both terms."""
-        assert isinstance(other, Rows)
-        counts = [torch.bincount(term.index.reshape(-1), minlength=term.count) for term in (self, other)]
-        return int((counts[0].double() * counts[1]).sum()) if self.count else 0
-
-    def match_products(self, other: Term) -> torch.Tensor:
-        """As Term.match_products: one term is sorted, and the other one's indices are searched in it."""
-        assert isinstance(other, Rows)
-        out = torch.zeros(self.samples * other.samples, dtype=torch.float64, device=self.device)
-        left, right = self.entries(), other.entries()
-        order = right.index.argsort()
-        looked_up = right.index[order]
-        first = torch.searchsorted(looked_up, left.index)
-        counts = torch.searchsorted(looked_up, left.index, right=True) - first
-        limit = max(1, block_bytes(self.device) // max(1, 2 * left.rows.shape[1] * left.rows.element_size()))
-        for some in _bounded(counts, limit):
-            repeated = torch.arange(some.start, some.stop, device=self.device).repeat_interleave(counts[some])
-            within = torch.arange(len(repeated), device=self.device) - (
-                counts[some].cumsum(0) - counts[some]
-            ).repeat_interleave(counts[some])
-            partner = order[first[repeated] + within]
-            dots = (left.rows[repeated] * right.rows[partner]).sum(1)
-            out.index_add_(0, left.sample[repeated] * other.samples + right.sample[partner], dots.double())
-        return out.reshape(self.samples, other.samples)
-
     def entries(self) -> Entries:
         """The sums of the rows with the same sample and index; rows of zeros (padding) are left out."""
         columns = self.rows.shape[2]
@@ -219,46 +188,23 @@ class Rows(Term):
         value = self.rows.new_zeros(n * size, columns)
         return value.index_add_(0, places, self.rows.flatten(0, 1)[inside]).reshape(n, size, columns)
 
-    def slices(self, limit: int, width: int) -> Iterator[Slice]:
-        """Slices of some rows of the table, for the samples that looked up any of them."""
-        n, positions, columns = self.rows.shape
-        if not self.rows.numel():
-            return
-        indices, ranks = torch.unique(self.index.reshape(-1), return_inverse=True)
-        sorted_ranks, order = ranks.sort(stable=True)
-        step = max(1, width // columns)
-        starts = list(range(0, len(indices), step))
-        bounds = torch.searchsorted(
-            sorted_ranks, torch.tensor([*starts, len(indices)], device=ranks.device)
-        ).tolist()
-        rows = self.rows.reshape(n * positions, columns)
-        for number, start in enumerate(starts):
-            table_rows = indices[start : start + step]
-            uses = order[bounds[number] : bounds[number + 1]]
-            samples, whose = torch.unique(uses // positions, return_inverse=True)
-            values = torch.zeros(
-                len(samples) * len(table_rows), columns, dtype=rows.dtype, device=rows.device
-            )
-            values.index_add_(0, whose * len(table_rows) + ranks[uses] - start, rows[uses])
-            places = table_rows.unsqueeze(1) * columns + torch.arange(columns, device=rows.device)
-            yield Slice(values.reshape(len(samples), -1), places.flatten(), samples)
-
     def listed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The places [n, q] of looked-up numbers in row-major order, which may repeat, and their values
+        [n, q].
+        """
         columns = self.rows.shape[2]
         within = torch.arange(columns, device=self.device)
         places = self.index.unsqueeze(-1) * columns + within  # [n, t, columns]
         return places.flatten(1), self.rows.flatten(1)
 
-    def matrix_places(self) -> tuple[torch.Tensor, int] | None:
-        return torch.unique(self.index), self.rows.shape[2]
-
     def times_matrices(
-        self, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
+        self, first: Callable[[torch.Tensor], torch.Tensor], second: torch.Tensor, dtype: torch.dtype
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        ranks = torch.unique(self.index, return_inverse=True)[1]
-        each = self.rows.shape[1] * (self.rows.shape[2] + first.shape[1] + second.shape[1]) * dtype.itemsize
+        places, ranks = torch.unique(self.index, return_inverse=True)
+        matrix = first(places)
+        each = self.rows.shape[1] * (self.rows.shape[2] + matrix.shape[1] + second.shape[1]) * dtype.itemsize
         for samples in blocks(self.samples, each, self.device):
-            yield samples, first[ranks[samples]], self.rows[samples].to(dtype) @ second
+            yield samples, matrix[ranks[samples]], self.rows[samples].to(dtype) @ second
 
     def narrow(self, axis: int, some: slice) -> Rows:
         if axis == 1:
@@ -291,13 +237,3 @@ class Entries:
     sample: torch.Tensor
     index: torch.Tensor
     rows: torch.Tensor
-
-
-def _bounded(counts: torch.Tensor, limit: int) -> Iterator[slice]:
-    """Runs of entries with at most `limit` matches together, or of one entry."""
-    start, done = 0, 0
-    totals = counts.cumsum(0)
-    while start < len(counts):
-        stop = max(start + 1, int(torch.searchsorted(totals, done + limit, right=True)))
-        yield slice(start, stop)
-        start, done = stop, int(totals[stop - 1])

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from psgrad.engine.gradients.costs import Machine
-from psgrad.engine.gradients.layout import AxisLayout, Slice
+from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.terms.numerics import (
     CANCELLATION,
     accumulating_dtype,
@@ -292,18 +292,6 @@ class Term(ABC):
         """
         return None
 
-    def matches_with(self, other: Term) -> bool:
-        """Whether both terms have an index of rows, so that only rows with equal indices are multiplied."""
-        return False
-
-    def count_matches(self, other: Term) -> int:
-        """The number of pairs of positions of both terms with the same index."""
-        raise NotImplementedError
-
-    def match_products(self, other: Term) -> torch.Tensor:
-        """[n, m] float64: the inner products of all samples of both terms, by matching their indices."""
-        raise NotImplementedError
-
     # -- parts of the value, materialised --------------------------------------------------------------------
 
     @property
@@ -326,38 +314,14 @@ class Term(ABC):
             sum(f.numel() for f in self.factors) * dtype.itemsize
         )
 
-    def slices(self, limit: int, width: int) -> Iterator[Slice]:
-        """The values in slices, with places in the term's own row-major order. By default a few samples at a
-        time.
-
-        limit: the largest number of values of a slice, if possible.
-        width: the largest number of places of a slice of looked-up rows.
-        """
-        size = math.prod(self.shape)
-        for start in range(0, self.samples, step := max(1, limit // max(size, 1))):
-            samples = slice(start, min(start + step, self.samples))
-            values = self.at(samples).materialise()
-            yield Slice(values.reshape(values.shape[0], size), range(size), samples)
-
     # -- projections -----------------------------------------------------------------------------------------
 
-    def listed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The elements of each sample that are not zero: their places [n, q] in row-major order, which may
-        repeat, and their values [n, q]. None if most elements are not zero.
-        """
-        return None
-
-    def matrix_places(self) -> tuple[torch.Tensor, int] | None:
-        """For a sum of outer products: the first indices i [m] that occur, and the number of second indices
-        j, so that the elements' places are i * count + j. None for any other kind.
-        """
-        return None
-
     def times_matrices(
-        self, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
+        self, first: Callable[[torch.Tensor], torch.Tensor], second: torch.Tensor, dtype: torch.dtype
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Samples, and both factors [m, t, k] and [m, t, l] of their values times matrices [i, k] and [j, l]
-        for the indices of `matrix_places`.
+        """Of a sum of outer products, whose `matrix_shape` is known: samples, and both factors [m, t, k] and
+        [m, t, l] of their values times two matrices. first: from the numbers of rows [i], in all groups, to
+        those of the first matrix [i, k]. second: [b, l].
         """
         raise NotImplementedError
 

@@ -96,8 +96,7 @@ class RowProducts(CurvatureProducts):
     Args:
         flat: the order of the parameters.
         count: n.
-        chunks: of each chunk of samples the rows in each parameter; one in which all rows are zero is left
-            out.
+        chunks: of each chunk of samples the rows in each parameter, of those that it has any in.
         weight_decay: what is added to the diagonal.
         summed: the sum over the processes of a tensor of each, where each has the rows of some samples.
     """
@@ -136,7 +135,7 @@ class RowProducts(CurvatureProducts):
         stored: list[list[PartsByName]] = []
 
         def keep(gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-            stored.append([_without_zeros(parts_of(part)) for _, part in gradients.parts])
+            stored.append([parts_of(part) for _, part in gradients.parts])
             return {}
 
         def parts_of(gradients: PerSampleGradients) -> dict[str, ParameterRows]:
@@ -187,16 +186,6 @@ class RowProducts(CurvatureProducts):
         return float(
             self._summed(torch.tensor(squares, dtype=torch.float64))
         ) / self.count / self.flat.size, 0.0
-
-
-def _without_zeros(rows: PartsByName) -> PartsByName:
-    """The rows that are not zero for all samples: a softmax's curvature has one eigenvalue of zero."""
-    if not rows:
-        return rows
-    alive = torch.stack([part.alive() for part in rows.values()]).any(0)
-    if not bool(alive.any()):  # samples to be ignored, all of them
-        return {}
-    return rows if bool(alive.all()) else {name: part.only(alive) for name, part in rows.items()}
 
 
 def _pieces(rows: PartsByName, vectors: torch.Tensor) -> list[slice]:

@@ -17,6 +17,8 @@ from psgrad.engine.gradients.terms import Term
 
 # Factors take less memory than materialised rows, and need no conversion: they may cost this much more work.
 _WORTH = 2
+# Factors that differ by at most so many roundings of their largest number are the same.
+_ROUNDING = 16
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,6 @@ class MaterialisedRows:
     def square_sum(self) -> float:
         """The sum over rows of the squares of their elements, added in float64."""
         return sum(float(sample.double().square().sum()) for sample in self.rows)
-
-    def alive(self) -> torch.Tensor:
-        """[R]: which rows are not zero for all samples."""
-        return (self.rows != 0).any(2).any(0)
-
-    def only(self, rows: torch.Tensor) -> MaterialisedRows:
-        """These rows without some of them. rows: [R] bool, which ones stay."""
-        return MaterialisedRows(self.rows[:, rows])
 
     def room(self, vectors: int) -> int:
         """The numbers that a product makes for one sample."""
@@ -131,12 +125,6 @@ class SharedFactorRows:
             for own, shared in zip(self.own, self.shared, strict=True)
         )
 
-    def alive(self) -> torch.Tensor:
-        return (self.own != 0).flatten(2).any(2).any(0)
-
-    def only(self, rows: torch.Tensor) -> SharedFactorRows:
-        return SharedFactorRows(self.own[:, rows], self.shared, self.transposed)
-
     def room(self, vectors: int) -> int:
         return 2 * self.own.shape[2] * self.own.shape[3] * vectors
 
@@ -156,6 +144,17 @@ def part_of(gradient: DeferredGradient, rows: int) -> ParameterRows:
     return MaterialisedRows(value.reshape(-1, rows, math.prod(gradient.shape)))
 
 
+def _are_equal(factors: torch.Tensor) -> bool:
+    """Whether the factors [n, R, ...] of a sample's R rows are the same. They come from one sample, repeated:
+    a kernel may add up the rows of a large matrix in another order than others, which changes the last bits.
+    """
+    if not factors.numel():
+        return True
+    first = factors[:, :1]
+    rounding = _ROUNDING * torch.finfo(factors.dtype).eps * first.abs().amax()
+    return bool(((factors - first).abs() <= rounding).all())
+
+
 def _shared(term: Term, rows: int) -> SharedFactorRows | None:
     """The term with the common factor of its rows stored once; None where they have none, or materialised
     rows are less work.
@@ -166,6 +165,6 @@ def _shared(term: Term, rows: int) -> SharedFactorRows | None:
     positions, a, b = left.shape[2], left.shape[3], right.shape[3]
     for own, shared, transposed in ((left, right, False), (right, left, True)):
         work = positions * (a * b + rows * own.shape[3])
-        if work <= _WORTH * rows * a * b and bool((shared == shared[:, :1]).all()):
+        if work <= _WORTH * rows * a * b and _are_equal(shared):
             return SharedFactorRows(own, shared[:, 0].clone(), transposed)
     return None

@@ -20,11 +20,9 @@ from psgrad.engine.influence.evaluation.statistics import (
     Interval,
     interval_of,
     mean_interval,
-    one_left_out,
     pearson,
-    pearson_of_samples,
     spearman,
-    spearman_of_samples,
+    without_each,
 )
 
 Array = np.ndarray[Any, Any]
@@ -75,7 +73,12 @@ def subset_sums(scores: Array, subsets: Array) -> Array:
 
 def lds_mean(scores: Array, subsets: Array, outcomes: Array) -> float:
     """The mean score of `lds` for scores [n, m], subsets [S, n] bool and outcomes [S, R, m]."""
-    return float(np.nan_to_num(spearman(subset_sums(scores, subsets), -outcomes.mean(1))).mean())
+    return _mean_rank_correlation(subset_sums(scores, subsets), -outcomes.mean(1))
+
+
+def _mean_rank_correlation(predicted: Array, actual: Array) -> float:
+    """Over the columns; a correlation that is not defined counts as 0."""
+    return _mean(spearman(predicted, actual))
 
 
 def lds(scores: Mapping[str, Array], subsets: Array, outcomes: Array, main: str) -> dict[str, LDSScore]:
@@ -89,7 +92,9 @@ def lds(scores: Mapping[str, Array], subsets: Array, outcomes: Array, main: str)
     """
     truth = -outcomes.mean(1)
     sums = {name: subset_sums(matrix, subsets) for name, matrix in scores.items()}
-    without = spearman_of_samples(sums, truth, one_left_out(len(subsets)))
+    without = {
+        name: without_each(_mean_rank_correlation, predicted, truth) for name, predicted in sums.items()
+    }
     per_query = {name: spearman(predicted, truth) for name, predicted in sums.items()}
     means = {name: float(np.nan_to_num(values).mean()) for name, values in per_query.items()}
     return {
@@ -184,7 +189,6 @@ def leave_one_out(scores: Mapping[str, Array], removed: Array, rises: Array) -> 
     """
     from scipy.stats import linregress
 
-    samples = one_left_out(len(removed))
     result = {}
     for name, matrix in scores.items():
         predicted = matrix[removed]
@@ -197,7 +201,7 @@ def leave_one_out(scores: Mapping[str, Array], removed: Array, rises: Array) -> 
             pearson=_mean(per_query),
             interval=interval_of(
                 _mean(per_query),
-                np.nan_to_num(pearson_of_samples(predicted, rises, samples)).mean(1),
+                np.nan_to_num(without_each(pearson, predicted, rises)).mean(1),
                 correlation=True,
             ),
             spearman=_mean(spearman(predicted, rises)),

@@ -6,7 +6,7 @@ Hessian that was good for it, and gets one of its own only where its gradient no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,6 @@ from psgrad.engine.gradients.flat import Flat
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
 from psgrad.engine.transforms import capture, functional_call, grad_and_value, hessian, vmap
 from psgrad.errors import InfluenceError
-
-Arguments = tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...], torch.Tensor | None, float]
 
 _MOST_PARAMETERS = 5000
 # From this many jobs on, capturing a gradient and replaying it saves time.
@@ -57,117 +55,79 @@ def minimise(
             f"newton was asked to train {flat.size:,} parameters; expected at most {_MOST_PARAMETERS:,}",
             hint="set influence.evaluate.train.optimizer: adam",
         )
-    search = _NewtonSearch(model, flat, fixed, rows, jobs, criterion, recipe)
-    start = flat.join(params)
-    minima = torch.stack([search.solve(number, start) for number in range(len(jobs))])
-    losses = np.array([float(search.loss(number, minima[number])) for number in range(len(jobs))])
-    return {
-        name: value.to(params[name].dtype).contiguous() for name, value in flat.split(minima).items()
-    }, losses
 
-
-class _NewtonSearch:
-    """One objective for each job, over flat parameters [p]."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        flat: Flat,
-        fixed: dict[str, torch.Tensor],
-        rows: LoadedRows,
-        jobs: Sequence[Job],
-        criterion: Criterion,
-        recipe: Recipe,
-    ) -> None:
-        self.model, self.flat, self.fixed, self.rows, self.jobs = model, flat, fixed, rows, jobs
-        self.criterion, self.recipe = criterion, recipe
-        slope = grad_and_value(self._objective)
-        # Jobs with as many rows differ in their tensors only.
-        self._slope = capture(slope, say=lambda why: None) if len(jobs) >= _CAPTURED_FROM else slope
-        self._factor: torch.Tensor | None = None
-        self._last: torch.Tensor | None = None
-
-    def solve(self, number: int, start: torch.Tensor) -> torch.Tensor:
-        """The minimum for one job. A convex objective has one, so the search begins at the last minimum."""
-        at = start[number] if self._last is None else self._last
-        arguments = self._arguments(number)
-        gradient, value = self._slope(at, *arguments)
-        size, stalled = gradient.abs().max(), 0
-        for _ in range(_MOST_STEPS):
-            if size <= self.recipe.tolerance:
-                self._last = at
-                return at
-            if not bool(size.isfinite()) or stalled > _MOST_STALLED:
-                break
-            if self._factor is None:
-                self._factor = self._factorised(number, at, arguments)
-                stalled += 1
-            else:
-                stalled = 0
-            at, gradient, value, after, short = self._step(arguments, at, gradient, value)
-            if short or bool(after > _WORTH * size):
-                self._factor = None
-            size = after
-        raise InfluenceError(
-            f"newton did not find the minimum of {self.jobs[number].name}: an entry of the gradient is"
-            f" still {float(size):.3g}, and the tolerance {self.recipe.tolerance:g}",
-            hint="set engine.dtype: float64, a larger train.weight_decay or a larger train.tolerance",
-        )
-
-    def _step(
-        self, arguments: Arguments, at: torch.Tensor, gradient: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-        """One step, halved until the objective does not rise: (where, gradient, value, its largest entry,
-        whether it was halved).
-        """
-        assert self._factor is not None
-        direction = (
-            torch.cholesky_solve(gradient.unsqueeze(1).to(self._factor), self._factor).squeeze(1).to(at)
-        )
-        rounding = 16 * torch.finfo(at.dtype).eps * value.abs()
-        for halvings in range(_HALVINGS):
-            there = at - direction / 2**halvings
-            new_gradient, new_value = self._slope(there, *arguments)
-            if bool(new_value <= value + rounding):
-                break
-        return there, new_gradient, new_value, new_gradient.abs().max(), halvings > 0
-
-    def _factorised(self, number: int, at: torch.Tensor, arguments: Arguments) -> torch.Tensor:
-        """The Cholesky factor of the Hessian here, in float64."""
-        factor, failed = torch.linalg.cholesky_ex(hessian(self._objective)(at, *arguments).double())
-        if int(failed):
-            raise InfluenceError(
-                f"newton can't train {self.jobs[number].name}: its Hessian is not positive definite, and the"
-                " objective not strictly convex",
-                hint="set a train.weight_decay, or influence.evaluate.train.optimizer: adam",
-            )
-        return factor
-
-    def loss(self, number: int, theta: torch.Tensor) -> torch.Tensor:
-        """The mean loss of the job's rows."""
-        state, inputs, target, _ = self._arguments(number)
-        return self._objective(theta, state, inputs, target, 0.0)
-
-    def _arguments(self, number: int) -> Arguments:
-        """(the rest of the model's state, inputs, target, weight decay) of a job."""
-        job = self.jobs[number]
-        taken = torch.as_tensor(job.rows, device=self.rows.inputs[0].device)
-        return (
-            {name: value[number] for name, value in self.fixed.items()},
-            tuple(x[taken] for x in self.rows.inputs),
-            None if self.rows.target is None else self.rows.target[taken],
-            self.recipe.weight_decay * len(self.rows) / len(job.rows),
-        )
-
-    def _objective(
-        self,
+    def objective(
         theta: torch.Tensor,
         fixed: dict[str, torch.Tensor],
         inputs: tuple[torch.Tensor, ...],
         target: torch.Tensor | None,
         decay: float,
     ) -> torch.Tensor:
-        values = {name: value[0] for name, value in self.flat.split(theta.unsqueeze(0)).items()}
-        output = functional_call(self.model, {**values, **fixed}, inputs)
-        losses = vmap(self.criterion, in_dims=(0, None if target is None else 0))(output, target)
+        values = {name: value[0] for name, value in flat.split(theta.unsqueeze(0)).items()}
+        output = functional_call(model, {**values, **fixed}, inputs)
+        losses = vmap(criterion, in_dims=(0, None if target is None else 0))(output, target)
         return losses.mean() + decay / 2 * theta.square().sum()
+
+    search = _NewtonSearch(objective, recipe.tolerance, captured=len(jobs) >= _CAPTURED_FROM)
+    at, minima, losses = flat.join(params)[0], [], []
+    for number, job in enumerate(jobs):  # a convex objective has one minimum: each begins at the last one's
+        taken = torch.as_tensor(job.rows, device=rows.inputs[0].device)
+        state = {name: value[number] for name, value in fixed.items()}
+        inputs = tuple(x[taken] for x in rows.inputs)
+        target = None if rows.target is None else rows.target[taken]
+        decay = recipe.weight_decay * len(rows) / len(job.rows)
+        at = search.minimum(job.name, at, (state, inputs, target, decay))
+        minima.append(at)
+        losses.append(float(objective(at, state, inputs, target, 0.0)))
+    found = {name: value.to(params[name].dtype) for name, value in flat.split(torch.stack(minima)).items()}
+    return {name: value.contiguous() for name, value in found.items()}, np.array(losses)
+
+
+class _NewtonSearch:
+    """Minima of objectives (parameters [p], *arguments) with nearly the same Hessian, one after another."""
+
+    def __init__(self, objective: Callable[..., torch.Tensor], tolerance: float, *, captured: bool) -> None:
+        slope = grad_and_value(objective)
+        self._slope = capture(slope, say=lambda why: None) if captured else slope
+        self._hessian, self._tolerance = hessian(objective), tolerance
+        self._factor: torch.Tensor | None = None  # of the last Hessian that was good
+
+    def minimum(self, name: str, at: torch.Tensor, arguments: tuple[Any, ...]) -> torch.Tensor:
+        """The minimum with these arguments, from `at` on. Steps that raise the objective are halved."""
+        gradient, value = self._slope(at, *arguments)
+        stalled = 0
+        for _ in range(_MOST_STEPS):
+            size = gradient.abs().max()
+            if size <= self._tolerance:
+                return at
+            if not bool(size.isfinite()) or stalled > _MOST_STALLED:
+                break
+            stalled = 0 if self._factor is not None else stalled + 1
+            if self._factor is None:
+                self._factor = self._factorised(name, at, arguments)
+            step = torch.cholesky_solve(gradient.unsqueeze(1).to(self._factor), self._factor).squeeze(1)
+            rounding = 16 * torch.finfo(at.dtype).eps * value.abs()
+            for halvings in range(_HALVINGS):
+                there = at - step.to(at) / 2**halvings
+                gradient, after = self._slope(there, *arguments)
+                if bool(after <= value + rounding):
+                    break
+            at, value = there, after
+            if halvings or bool(gradient.abs().max() > _WORTH * size):
+                self._factor = None
+        raise InfluenceError(
+            f"newton did not find the minimum of {name}: an entry of the gradient is still"
+            f" {float(gradient.abs().max()):.3g}, and the tolerance {self._tolerance:g}",
+            hint="set engine.dtype: float64, or a larger train.weight_decay",
+        )
+
+    def _factorised(self, name: str, at: torch.Tensor, arguments: tuple[Any, ...]) -> torch.Tensor:
+        """The Cholesky factor of the Hessian here, in float64."""
+        factor, failed = torch.linalg.cholesky_ex(self._hessian(at, *arguments).double())
+        if int(failed):
+            raise InfluenceError(
+                f"newton can't train {name}: its Hessian is not positive definite, and the objective not"
+                " strictly convex",
+                hint="set a train.weight_decay, or influence.evaluate.train.optimizer: adam",
+            )
+        return factor

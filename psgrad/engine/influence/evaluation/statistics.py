@@ -1,19 +1,18 @@
 """Correlations and jackknife intervals for many queries at once, and the scores of a method as one matrix.
 
-A sample is a vector of counts: how often each item is in it. The correlations of many samples and hundreds of
-queries are then matrix products. Tied values have their mean rank.
+Tied values have their mean rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.method import Checkpoint, Fitted, Method
+from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.ranking import Normalize, divisor, joined_scores, joined_self
 
 Array = np.ndarray[Any, Any]
@@ -22,14 +21,13 @@ Interval = tuple[float, float]
 CONFIDENCE = 0.95
 # A correlation of one has no transform.
 _LARGEST = 1 - np.finfo(np.float64).eps
-# Queries whose ranks in all samples are in memory at once.
-_CHUNK = 8
 
 
-def one_left_out(items: int) -> Array:
-    """[items, items]: how often each item is in the sample without item k, for each k."""
-    result: Array = 1.0 - np.eye(items)
-    return result
+def without_each(statistic: Callable[..., Any], *columns: Array) -> Array:
+    """[k, ...]: a statistic of matrices [k, m] without each of the k items."""
+    return np.stack(
+        [statistic(*(np.delete(each, item, 0) for each in columns)) for item in range(len(columns[0]))]
+    )
 
 
 def interval_of(estimate: float, without: Array, correlation: bool = False) -> Interval:
@@ -78,53 +76,10 @@ def pearson(x: Array, y: Array) -> Array:
     """[m]: the correlation of the columns of x [k, m] with those of y; NaN where one is constant or not
     finite.
     """
-    return pearson_of_samples(x, y, np.ones((1, len(x))))[0]
-
-
-def pearson_of_samples(x: Array, y: Array, counts: Array) -> Array:
-    """[samples, m]: the correlation of the columns in each sample; NaN where a column is constant in it."""
     with np.errstate(invalid="ignore", divide="ignore"):
         x, y = _standard(x), _standard(y)
-        total = counts.sum(1, keepdims=True)
-        mean_x, mean_y = counts @ x / total, counts @ y / total
-        covariance = counts @ (x * y) / total - mean_x * mean_y
-        variance_x, variance_y = counts @ x**2 / total - mean_x**2, counts @ y**2 / total - mean_y**2
-        smallest = 64 * np.finfo(np.float64).eps  # the columns have variance one: less is rounding
-        constant = (variance_x < smallest) | (variance_y < smallest)
-        return np.where(constant, np.nan, covariance / np.sqrt(variance_x * variance_y))
-
-
-def spearman_of_samples(columns: Mapping[str, Array], y: Array, counts: Array) -> dict[str, Array]:
-    """name -> [samples]: the mean over queries of the rank correlation of each matrix [k, m] with y, in each
-    sample of the k items.
-
-    A correlation that is not defined counts as 0.
-    """
-    total = {name: np.zeros(len(counts)) for name in columns}
-    for start in range(0, y.shape[1], _CHUNK):
-        queries = slice(start, start + _CHUNK)
-        ranks_y, spread_y = _ranks(y[:, queries], counts)
-        for name, x in columns.items():
-            ranks_x, spread_x = _ranks(x[:, queries], counts)
-            covariance = np.einsum("qbk,qbk,bk->qb", ranks_x, ranks_y, counts)
-            defined = (spread_x > 0) & (spread_y > 0)
-            scale = np.sqrt(np.where(defined, spread_x * spread_y, 1.0))
-            total[name] += np.where(defined, covariance / scale, 0.0).sum(0)
-    return {name: value / y.shape[1] for name, value in total.items()}
-
-
-def _ranks(values: Array, counts: Array) -> tuple[Array, Array]:
-    """(centred ranks [m, samples, k], their sum of squares [m, samples]) of columns [k, m]; zero for a
-    column that is not finite.
-    """
-    by_query = values.T
-    # Of those in the sample, an item comes after all that are smaller, and in the middle of its equals.
-    after = (by_query[:, :, None] < by_query[:, None, :]) + 0.5 * (
-        by_query[:, :, None] == by_query[:, None, :]
-    )
-    ranks = counts @ after.astype(np.float64) - counts.sum(1)[None, :, None] / 2
-    ranks[~np.isfinite(by_query).all(1)] = 0
-    return ranks, np.einsum("qbk,qbk,bk->qb", ranks, ranks, counts)
+        constant = ~(x.any(0) & y.any(0))
+        return np.where(constant, np.nan, (x * y).mean(0))
 
 
 def _standard(x: Array) -> Array:
@@ -136,14 +91,6 @@ def _standard(x: Array) -> Array:
         flat, np.where(np.isfinite(deviation), 0.0, np.nan), centred / np.where(flat, 1.0, deviation)
     )
     return result
-
-
-CheckpointExamples = tuple[Examples, Checkpoint]
-
-
-def fitted_to(method: Method, places: Sequence[CheckpointExamples]) -> list[Fitted]:
-    """The method at each checkpoint, to the training examples as its model gets them."""
-    return method.fit_run(places)
 
 
 def score_matrix(

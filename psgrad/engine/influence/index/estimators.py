@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -38,10 +38,7 @@ class FittedRows(Fitted):
     """The common part of methods on rows: queries become rows by the same projector, and the training rows
     stream past.
 
-    by_direction: whether scores do not depend on how long rows are.
     """
-
-    by_direction: ClassVar[bool] = False
 
     def __init__(self, source: RowSource) -> None:
         self.source = source
@@ -110,26 +107,6 @@ class FittedRows(Fitted):
     def weights(self, block: RowBlock) -> torch.Tensor | None:
         return None
 
-    # -- what an approximate search finds rows by -----------------------------------------------------------
-
-    def row_vectors(self, block: RowBlock) -> torch.Tensor:
-        """[b, k] float64, whose inner products with a query's vector are in the order of the scores."""
-        vectors = block.rows.double() * block.to_loss.unsqueeze(1)
-        return unit(vectors) if self.by_direction else vectors
-
-    def longest(self) -> float:
-        """About the length of the longest of these vectors; 1 where all are 0."""
-        longest = float(self.source.losses_and_square_norms()[1].nan_to_num(0.0).max().sqrt())
-        return longest if longest > 0 and not self.by_direction else 1.0
-
-    def query_vectors(self, projected: torch.Tensor) -> torch.Tensor:
-        """[m, k] float64 of length 1, or 0, of projected queries [m, k]."""
-        return unit(self.prepared(projected))
-
-    def mean_query(self, projected: torch.Tensor) -> torch.Tensor:
-        """[1, k]: the projected query whose scores are in the order of the means over the queries [m, k]."""
-        return (unit(projected) if self.by_direction else projected).mean(0, keepdim=True)
-
 
 class ProjectedProducts(FittedRows):
     """<P g_q, P g_i> times a factor: an unbiased estimate of <g_q, g_i>. Self-influences are of the whole
@@ -152,7 +129,6 @@ class ProjectedCosines(FittedRows):
     """The cosine of the angle between projected gradients; NaN where either is zero."""
 
     has_self_influence = False
-    by_direction = True
 
     def columns(self, per: Per) -> dict[str, Columns]:
         # cosines of layers don't add up
@@ -215,12 +191,6 @@ class ProjectedInverse(FittedRows):
             yield SelfBlock(
                 block.start, block.stop, *(values.where(block.finite, torch.nan) for values in result)
             )
-
-
-def unit(vectors: torch.Tensor) -> torch.Tensor:
-    """Vectors [m, k] divided by their length; 0 where that is 0."""
-    lengths = vectors.norm(dim=1, keepdim=True)
-    return torch.where(lengths > 0, vectors / lengths, 0.0)
 
 
 def factor_of(matrix: torch.Tensor, damping: float, mean_eigenvalue: float, count: int) -> torch.Tensor:

@@ -71,10 +71,6 @@ class IndexStore(Protocol):
 
     def read(self, checkpoint: int, shard: int | None) -> dict[str, np.ndarray]: ...
 
-    def chosen(
-        self, checkpoint: int, rows: np.ndarray, most: int
-    ) -> Iterator[tuple[int, dict[str, np.ndarray]]]: ...
-
     def blocks(
         self,
         checkpoint: int,
@@ -176,38 +172,6 @@ class StoredRows:
         if self.projector.width <= WIDEST:
             result.update((str(of), moment.numpy()) for of, moment in moments(self, processes).items())
         return result
-
-
-class ChosenRows:
-    """Some rows of one checkpoint of an index, a RowSource: no others are read. What is known of all rows
-    together is that of the whole index.
-
-    rows: [c], rising; block by block they are counted from 0.
-    """
-
-    def __init__(self, whole: StoredRows, rows: np.ndarray) -> None:
-        self.whole, self.rows = whole, rows
-        self.of, self.projector = whole.of, whole.projector
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def finite(self) -> int:
-        return self.whole.finite
-
-    def blocks(self, first: int = 0, step: int = 1) -> Iterator[RowBlock]:
-        whole, most = self.whole, max(1, BLOCK // self.projector.width)
-        for place, (start, arrays) in enumerate(whole.store.chosen(whole.number, self.rows, most)):
-            if place % step == first:
-                yield decoded(arrays, start, whole.dtype, whole.projector.spans)
-
-    def losses_and_square_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        losses, squares = self.whole.losses_and_square_norms()
-        return losses[self.rows], squares[self.rows]
-
-    def moment(self, of: Differentiated) -> torch.Tensor:
-        return self.whole.moment(of)
 
 
 # The largest 8-bit number of a row.

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from psgrad.engine.privacy.accounting.composition import (
-    curve_accountant,
-    epsilon_curve,
-    epsilon_pld,
-    tightest_epsilon,
-)
-from psgrad.engine.privacy.accounting.epsilon import Epsilon, epsilon_rdp
+from psgrad.engine.privacy.accounting.composition import epsilon_pld, tightest_epsilon
+from psgrad.engine.privacy.accounting.epsilon import Epsilon, epsilon_curve, epsilon_rdp
 from psgrad.engine.privacy.accounting.events import MECHANISM, Events, StepEvent, event_of, merged
 from psgrad.engine.privacy.accounting.noise_calibration import noise_multiplier_for
 
@@ -17,7 +12,6 @@ __all__ = [
     "Epsilon",
     "Events",
     "StepEvent",
-    "curve_accountant",
     "epsilon_curve",
     "epsilon_pld",
     "epsilon_rdp",

@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from psgrad.engine.privacy.accounting.events import RDP_RELATIONS, StepEvent, merged, rounded_down
+from psgrad.engine.privacy.accounting.events import StepEvent, merged
 from psgrad.errors import ConfigError
 
 
@@ -64,81 +63,7 @@ def dp_accounting() -> Any:
     return dp_accounting
 
 
-def rdp_rates(event: StepEvent, orders: np.ndarray) -> np.ndarray:
-    """[orders] float64: the rates of one step by dp_accounting.rdp.RdpAccountant, infinite where it has none.
-
-    The event has RDP (see `why_not_rdp`). Sensitivities are part of its multiplier, so that the accountant's
-    relation is its default.
-    """
-    accountant = dp_accounting().rdp.RdpAccountant(orders)
-    with _quiet():
-        accountant.compose(_event(event, event.rdp_multiplier))
-    return np.array(accountant._rdp, dtype=np.float64)  # otherwise it raises the warning only for the epsilon
-
-
-def rdp_epsilon(orders: np.ndarray, rates: np.ndarray, delta: float) -> tuple[float, float]:
-    """(epsilon, the order that gave it) of orders [k] and their rates [k], added up over steps, as
-    RdpAccountant converts them.
-    """
-    epsilon, order = dp_accounting().rdp.rdp_privacy_accountant.compute_epsilon(orders, rates, delta)
-    return max(0.0, float(epsilon)), float(order)
-
-
-def pld_epsilon(counts: Mapping[StepEvent, int], delta: float, interval: float) -> float:
-    """Epsilon of these steps by dp_accounting.pld.PLDAccountant, all under one relation.
-
-    interval: between two losses of its grid, on which it rounds so that no epsilon comes out too small.
-    """
-    try:
-        epsilon = float(_pld_accountant(counts, interval).get_epsilon(delta))
-    except OverflowError:  # losses beyond e^700: there is no useful figure
-        return math.inf
-    if math.isnan(epsilon):
-        raise ConfigError(
-            f"dp-accounting finds no epsilon for {sum(counts.values())} steps at delta {delta:g}",
-            hint="noise multipliers or sampling rates beyond what floating point can tell apart",
-        )
-    return max(0.0, epsilon)
-
-
-def pld_deltas(counts: Mapping[StepEvent, int], epsilons: np.ndarray, interval: float) -> np.ndarray:
-    """[k] float64: delta of these steps at epsilons [k], as `pld_epsilon` accounts them."""
-    try:
-        found = _pld_accountant(counts, interval).get_delta(epsilons)
-    except OverflowError:
-        return np.ones(len(epsilons))
-    return np.nan_to_num(np.asarray(found, dtype=np.float64), nan=1.0)
-
-
-def _pld_accountant(counts: Mapping[StepEvent, int], interval: float) -> Any:
-    library = dp_accounting()
-    relations = library.NeighboringRelation
-    relation = {
-        "add_or_remove_one": relations.ADD_OR_REMOVE_ONE,
-        "replace_one": relations.REPLACE_ONE,
-        "zero_out": relations.REPLACE_SPECIAL,
-    }[next(iter(counts)).relation]
-    accountant = library.pld.PLDAccountant(relation, value_discretization_interval=interval)
-    for event, steps in counts.items():
-        accountant.compose(_event(event, event.pld_multiplier), steps)
-    return accountant
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No line on stderr for orders whose series does not converge: such an order is left out, and others are
-    used.
-    """
-    logger = logging.getLogger("absl")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-def _event(event: StepEvent, noise: float) -> Any:
+def library_event(event: StepEvent, noise: float) -> Any:
     """The step as an event of dp-accounting, with the noise as the accountant needs it."""
     library = dp_accounting()
     plain = library.GaussianDpEvent(noise)
@@ -161,20 +86,29 @@ def epsilon_rdp(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilo
     `merged`).
     """
     assert_delta(delta)
-    counts, note = rounded_down(merged(events))
+    counts = merged(events)
     for event in counts:
         if reason := why_not_rdp(event):
             return Epsilon(None, reason)
-    epsilon = epsilon_of(total_moments(counts.items()), delta)
-    return epsilon if note is None else replace(epsilon, note=note)
+    return epsilon_of(total_moments(counts.items()), delta)
+
+
+def epsilon_curve(event: StepEvent, steps: int, delta: float) -> list[tuple[int, float]]:
+    """(number of steps, epsilon after them by RDP) at some places up to so many equal steps: densest at
+    first, where it is steep, as it grows like a root. None where RDP does not cover the step.
+    """
+    if why_not_rdp(event):
+        return []
+    points = 50
+    places = sorted({max(1, round(steps * (place / points) ** 2)) for place in range(1, points + 1)})
+    return [(place, epsilon_rdp([(event, place)], delta).value or 0.0) for place in places if steps]
 
 
 def why_not_rdp(event: StepEvent) -> str | None:
     """Why RDP doesn't cover a step; None if it does."""
-    scheme, relation = event.sampling.scheme, event.relation
-    if relation in RDP_RELATIONS[scheme]:
-        return None
-    return f"the moments of {scheme} sampling under {relation} are not known"
+    if event.sampling.scheme == "poisson" and event.relation == "replace_one":
+        return "the moments of poisson sampling under replace_one are not known"
+    return None
 
 
 def total_moments(counts: Iterable[tuple[StepEvent, int]]) -> np.ndarray:
@@ -187,22 +121,37 @@ def total_moments(counts: Iterable[tuple[StepEvent, int]]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8192)
 def step_moments(event: StepEvent) -> np.ndarray:
-    """[orders] float64: the rate of one step at each of ORDERS, infinite where it is not known. Callers must
-    not write into it.
+    """[orders] float64: the rate of one step at each of ORDERS by dp_accounting.rdp.RdpAccountant, infinite
+    where it has none. Callers must not write into it. The step has RDP (see `why_not_rdp`).
 
     Takes 30 ms for a new event.
     """
-    rates = rdp_rates(event, ORDERS) if event.noise_multiplier else np.full(len(ORDERS), math.inf)
+    rates = np.full(len(ORDERS), math.inf)
+    if event.noise_multiplier:
+        accountant = dp_accounting().rdp.RdpAccountant(ORDERS)
+        # No line on stderr for orders whose series does not converge: such an order is left out.
+        logger = logging.getLogger("absl")
+        before = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            # Sensitivities are part of the multiplier, so that the accountant's relation is its default.
+            accountant.compose(library_event(event, event.rdp_multiplier))
+        finally:
+            logger.setLevel(before)
+        rates = np.array(accountant._rdp, dtype=np.float64)
     rates.flags.writeable = False
     return rates
 
 
 def epsilon_of(rates: np.ndarray, delta: float) -> Epsilon:
-    """The epsilon that rates [orders] give at delta, the smallest over the orders."""
+    """The epsilon that rates [orders] give at delta, the smallest over the orders, as RdpAccountant converts
+    them.
+    """
     finite = np.flatnonzero(np.isfinite(rates))
     if not len(finite):
         return Epsilon(math.inf)
-    value, order = rdp_epsilon(ORDERS, rates, delta)
+    found, order = dp_accounting().rdp.rdp_privacy_accountant.compute_epsilon(ORDERS, rates, delta)
+    value, order = max(0.0, float(found)), float(order)
     if not 0 < value < math.inf:
         return Epsilon(value)
     note = None

@@ -10,36 +10,25 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import FIELDS, Sampling, Scheme
-from psgrad.errors import ConfigError, one_line
+from psgrad.errors import ConfigError
 
 MECHANISM = "gaussian"
 """The noise of every step, as ledgers and statements name it."""
 Events = Sequence[tuple["StepEvent", int]]
 """(event, how many such steps), in the order in which they are taken."""
 
-# The relations that each accountant covers, for each scheme: moments (RDP), and privacy loss distributions
-# (PLD).
-RDP_RELATIONS: dict[Scheme, tuple[Relation, ...]] = {
-    "poisson": ("add_or_remove_one", "zero_out"),
-    "fixed": ("replace_one", "zero_out"),
-}
-PLD_RELATIONS: dict[Scheme, tuple[Relation, ...]] = {
+# The relations that an accountant covers, for each scheme.
+RELATIONS: dict[Scheme, tuple[Relation, ...]] = {
     "poisson": ("add_or_remove_one", "zero_out", "replace_one"),
     "fixed": ("replace_one", "zero_out"),
 }
 # Noise multipliers beyond these have squares that float64 can't hold together with their products.
 _LEAST, _MOST = 1e-100, 1e100
-_WHY_NONE = {
-    (
-        "fixed",
-        "add_or_remove_one",
-    ): "a record more or less does not change the size of a fixed batch, so nothing protects that size",
-}
 
 
 @dataclass(frozen=True)
@@ -76,14 +65,11 @@ class StepEvent:
                 hint=("choose a multiplier near 1, or a target_epsilon, from which it is computed"),
             )
         scheme = self.sampling.scheme
-        if self.relation not in PLD_RELATIONS[scheme]:
+        if self.relation not in RELATIONS[scheme]:
             raise ConfigError(
                 f"no accountant covers {scheme} sampling under {self.relation}; expected one of"
-                f" {', '.join(PLD_RELATIONS[scheme])} with {scheme} sampling",
-                hint=one_line(
-                    _WHY_NONE[scheme, self.relation],
-                    "choose another relation, or `scheme: poisson`, which is covered under all of them",
-                ),
+                f" {', '.join(RELATIONS[scheme])}",
+                hint="take `scheme: poisson`: one record does not change the size of a fixed batch",
             )
 
     @property
@@ -169,30 +155,6 @@ def merged(events: Iterable[tuple[StepEvent, int]]) -> dict[StepEvent, int]:
             f"the steps were taken under several relations: {', '.join(relations)}; expected one"
         )
     return counts
-
-
-# More unlike steps than this are rounded to powers of this number: each unlike one takes dp-accounting some
-# 50 ms.
-_UNLIKE, _POWERS_OF = 40, 1.02
-
-
-def rounded_down(counts: Mapping[StepEvent, int]) -> tuple[dict[StepEvent, int], str | None]:
-    """The steps with noise multipliers rounded down to powers of 1.02, and a note of it, if there are many
-    different multipliers; else the steps as they are. No multiplier becomes larger, and less noise has more
-    loss, so epsilon only grows.
-    """
-    if len(counts) <= _UNLIKE:
-        return dict(counts), None
-    fewer: dict[StepEvent, int] = {}
-    for event, steps in counts.items():
-        power = (
-            math.floor(math.log(event.noise_multiplier) / math.log(_POWERS_OF))
-            if event.noise_multiplier
-            else 0
-        )
-        lower = replace(event, noise_multiplier=min(event.noise_multiplier, _POWERS_OF**power))
-        fewer[lower] = fewer.get(lower, 0) + steps
-    return fewer, f"{len(counts)} unlike noise multipliers were rounded down, by at most {_POWERS_OF - 1:.0%}"
 
 
 def _assert_one_of(what: str, value: object, choices: Sequence[str]) -> None:

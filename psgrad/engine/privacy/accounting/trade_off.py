@@ -15,7 +15,7 @@ import numpy as np
 
 from psgrad.engine.privacy.accounting.composition import delta_curve, epsilon_pld
 from psgrad.engine.privacy.accounting.epsilon import epsilon_of, total_moments, why_not_rdp
-from psgrad.engine.privacy.accounting.events import Events, merged, rounded_down
+from psgrad.engine.privacy.accounting.events import Events, merged
 
 Profile = Sequence[tuple[float, float]]
 """Pairs (epsilon, delta) that a run keeps to."""
@@ -36,7 +36,7 @@ def profile_of(events: Events) -> list[tuple[float, float]]:
         epsilons = np.linspace(0, least, _POINTS)
         deltas = delta_curve(events, epsilons)
         pairs = [] if deltas is None else list(zip(epsilons.tolist(), deltas.tolist(), strict=True))
-    counts, _ = rounded_down(merged(events))
+    counts = merged(events)
     if any(why_not_rdp(event) for event in counts):
         return pairs
     moments, reach = total_moments(counts.items()), pairs[-1][0] if pairs else 0.0
@@ -45,6 +45,11 @@ def profile_of(events: Events) -> list[tuple[float, float]]:
         if epsilon is not None and reach < epsilon < _MOST_EPSILON:
             pairs.append((epsilon, delta))
     return pairs
+
+
+def epsilon_at(profile: Profile, delta: float) -> float | None:
+    """The smallest epsilon of the pairs with a delta of at most this; None where there is none."""
+    return min((epsilon for epsilon, each in profile if each <= delta), default=None)
 
 
 def true_positive_rate(profile: Profile, false_positive_rate: float) -> float:

@@ -5,12 +5,7 @@ neighbouring datasets.
 from psgrad.engine.privacy.audit.bounds import AuditVerdict, judge
 from psgrad.engine.privacy.audit.canaries import Canaries, with_canaries
 from psgrad.engine.privacy.audit.game import AuditedRun, Played, play
-from psgrad.engine.privacy.audit.neighbour_step import (
-    DrawsDiffer,
-    LoggedGenerator,
-    Replayed,
-    compare_neighbours,
-)
+from psgrad.engine.privacy.audit.neighbour_step import Replayed, compare_neighbours
 from psgrad.engine.privacy.audit.noise_check import FALSE_ALARM, NoiseCheck, NoiseLog
 
 __all__ = [
@@ -18,8 +13,6 @@ __all__ = [
     "AuditVerdict",
     "AuditedRun",
     "Canaries",
-    "DrawsDiffer",
-    "LoggedGenerator",
     "NoiseCheck",
     "NoiseLog",
     "Played",

@@ -2,24 +2,25 @@
 
 The auditor takes thresholds that were fixed before any score was seen, and counts how many canaries score
 above each: of those that were in, and of those that were out. A guarantee limits how far the two rates are
-apart. The declared steps are tested with more and less noise: the most noise that the rates leave possible,
-and its epsilon, are the result.
+apart (see accounting/trade_off.py). The declared steps are tested with more and less noise: the most noise
+that the rates leave possible, and its epsilon, are the result.
 
 Canaries were drawn, and got their noise, independently of one another, as steps that do what they declare
-ensure, with any amount of noise.
+ensure, with any amount of noise. Noise that is rounded to its grid counts as continuous.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from psgrad.engine.privacy.accounting import Events, merged
+from psgrad.engine.privacy.accounting.composition import delta_curve
+from psgrad.engine.privacy.accounting.trade_off import Profile, epsilon_at, true_positive_rate
 from psgrad.engine.privacy.audit.game import Array, Played
-from psgrad.engine.privacy.audit.profiles import Profile, distance, profile_of, scaled
 
 # The noise is searched in steps of a twelfth of an octave, from 8 octaves above the declared noise down to
 # where neighbours are 25 standard deviations apart, which leaves no guarantee.
@@ -27,6 +28,10 @@ _TO_THE_OCTAVE, _OCTAVES, _NO_PROMISE = 12, 8, 25.0
 # The shares of the canaries that are out and whose scores a threshold leaves above it, if the noise is as
 # declared.
 _TAILS = (0.4, 0.1, 0.02, 0.003)
+# The number of privacy losses that a distribution is kept with, about, and the finest step between them; and
+# the epsilons at which a guarantee is evaluated. Each is a valid claim: coarser ones only weaken the result.
+_LOSSES, _FINEST = 4_000, 1e-4
+_POINTS, _SMALLEST, _LARGEST = 400, 1e-3, 600.0
 # A threshold above which fewer canaries than this are expected is not used.
 _FEWEST_ABOVE = 2.0
 
@@ -67,7 +72,7 @@ def judge(played: Played, events: Events, delta: float, confidence: float) -> Au
 
     @functools.cache
     def profile(step: int) -> Profile:
-        return profile_of(scaled(events, share_of(step)))
+        return coarse_profile(scaled(events, share_of(step)))
 
     def refuting(step: int) -> Rates | None:
         return next((each for each in found if each.is_refuted_by(profile(step), level)), None)
@@ -84,8 +89,10 @@ def judge(played: Played, events: Events, delta: float, confidence: float) -> Au
         stands, refuted, evidence = (
             (middle, refuted, evidence) if against is None else (stands, middle, against)
         )
-    epsilon = smallest_epsilon(profile(refuted), delta)
-    return AuditVerdict(epsilon, delta, confidence, share_of(refuted), evidence.in_words())
+    epsilon = epsilon_at(profile(refuted), delta)
+    return AuditVerdict(
+        math.inf if epsilon is None else epsilon, delta, confidence, share_of(refuted), evidence.in_words()
+    )
 
 
 def share_of(step: int) -> float:
@@ -93,12 +100,28 @@ def share_of(step: int) -> float:
     return float(2.0 ** (step / _TO_THE_OCTAVE))
 
 
-def smallest_epsilon(profile: Profile, delta: float) -> float:
-    """The least epsilon, of those that the profile has, at which it keeps to delta; infinite where
-    none does.
+def coarse_profile(events: Events) -> Profile:
+    """What the steps guarantee, as accounting/trade_off.py has it; some noise in each of them."""
+    mu = distance(events)
+    # Amplification only lowers losses: those of the plain Gaussian release span the range.
+    largest = min(mu * mu / 2 + 8 * mu, _LARGEST)
+    epsilons = np.concatenate([[0.0], np.geomspace(min(_SMALLEST, largest / 2), largest, _POINTS)])
+    deltas = delta_curve(events, epsilons, max(_FINEST, (mu * mu + 16 * mu) / _LOSSES))
+    return [] if deltas is None else list(zip(epsilons.tolist(), deltas.tolist(), strict=True))
+
+
+def scaled(events: Events, share: float) -> Events:
+    """The steps with `share` times their noise."""
+    return [
+        (replace(event, noise_multiplier=event.noise_multiplier * share), steps) for event, steps in events
+    ]
+
+
+def distance(events: Events) -> float:
+    """How many standard deviations of the noise a record makes, over all steps, if it is drawn in each of
+    them.
     """
-    small = np.flatnonzero(profile.deltas <= delta)
-    return float(profile.epsilons[small[0]]) if len(small) else math.inf
+    return math.sqrt(math.fsum(steps / event.noise_multiplier**2 for event, steps in merged(events).items()))
 
 
 @dataclass(frozen=True)
@@ -126,7 +149,7 @@ class Rates:
             if self.alarms == self.outside
             else float(beta.ppf(1 - level / 2, self.alarms + 1, self.outside - self.alarms))
         )
-        return profile.least_error(at_least) > at_most
+        return true_positive_rate(profile, at_most) < at_least
 
     def in_words(self) -> str:
         """The rates as a part of a sentence."""

@@ -27,7 +27,6 @@ from psgrad.engine.influence.evaluation.controls import (
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members
 from psgrad.engine.influence.evaluation.retraining import measured, seed_of
 from psgrad.engine.influence.evaluation.statistics import (
-    fitted_to,
     score_matrix,
     self_influences,
 )
@@ -202,7 +201,7 @@ def test_evaluation_scores_over_all_checkpoints() -> None:
     models = [mlp(seed) for seed in (0, 1)]
     training = [examples(model, cross_entropy, INPUTS, LABELS, chunk_size=4) for model in models]
     queries = [examples(model, cross_entropy, QUERIES, ASKED) for model in models]
-    fitted = fitted_to(GradientDot(), [(each, Checkpoint(number)) for number, each in enumerate(training)])
+    fitted = [GradientDot().fit(each, Checkpoint(number)) for number, each in enumerate(training)]
     rows = [gradient_rows(model, cross_entropy, INPUTS, LABELS) for model in models]
     asked = [gradient_rows(model, cross_entropy, QUERIES, ASKED) for model in models]
     products = [one @ other.T for one, other in zip(rows, asked, strict=True)]

@@ -9,20 +9,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psgrad.engine.privacy.audit import DrawsDiffer, LoggedGenerator, Replayed, compare_neighbours
+from psgrad.engine.privacy.audit import Replayed, compare_neighbours
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source
 from psgrad.engine.privacy.clipping import Clipping
-from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Relation, record_loss
 from tests.engine.privacy.audit.mechanisms import HalfNoise, Unclipped
-from tests.engine.privacy.planted import normals
 
 FEATURES, CLASSES, RECORDS = 6, 3, 12
 NOISE = Noise(1.3)
@@ -87,9 +84,7 @@ def replayed(
     made = clipping(params)
     noise = options.pop("noise", NOISE)
     first, second = batch_source(loss, params, x, y), batch_source(loss, params, *change(x, y))
-    return compare_neighbours(
-        first, second, made, noise, relation, make_generator(), pair="a pair", **options
-    )
+    return compare_neighbours(first, second, made, noise, relation, pair="a pair", **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -149,9 +144,9 @@ def test_neighbours_record_of_several_rows() -> None:
     sources = [
         batch_source(of_user, params, users[start:], targets[start:], weights[start:]) for start in (0, 1)
     ]
-    assert compare_neighbours(*sources, clipping, NOISE, "add_or_remove_one", make_generator()).holds
+    assert compare_neighbours(*sources, clipping, NOISE, "add_or_remove_one").holds
     rows = [batch_source(loss, params, x[start:], y[start:]) for start in (0, 3)]
-    assert not compare_neighbours(*rows, clipping, NOISE, "add_or_remove_one", make_generator()).holds
+    assert not compare_neighbours(*rows, clipping, NOISE, "add_or_remove_one").holds
 
 
 # -- mistakes ------------------------------------------------------------------------------------------------
@@ -177,9 +172,7 @@ def test_neighbours_finds_nonfinite_sum() -> None:
 
     params, data = parameters(torch.float64), batch(torch.float64)
     plain: GradientSource = batch_source(loss, params, *data)
-    result = compare_neighbours(
-        plain, poisoned, Clipping.flat(params, 0.3), NOISE, "add_or_remove_one", make_generator()
-    )
+    result = compare_neighbours(plain, poisoned, Clipping.flat(params, 0.3), NOISE, "add_or_remove_one")
     assert not result.finite
     assert not result.holds
     assert math.isnan(result.ratio)
@@ -202,9 +195,7 @@ def test_neighbours_finds_data_dependent_draws(empty_first: bool) -> None:
     sources = [
         batch_source(loss, params, x[:count], y[:count]) for count in ((0, 1) if empty_first else (1, 0))
     ]
-    result = compare_neighbours(
-        *sources, Clipping.flat(params, 0.3), SkipsEmpty(1.3), "add_or_remove_one", make_generator()
-    )
+    result = compare_neighbours(*sources, Clipping.flat(params, 0.3), SkipsEmpty(1.3), "add_or_remove_one")
     assert "the random draws" in result.differing
     assert not result.holds
 
@@ -212,47 +203,3 @@ def test_neighbours_finds_data_dependent_draws(empty_first: bool) -> None:
 def test_neighbours_half_noise_not_detected() -> None:
     """Frozen noise says nothing of its size: the game of canaries does."""
     assert replayed(CHANGES["removed"], CLIPPINGS["flat"], "add_or_remove_one", noise=HalfNoise(1.3)).holds
-
-
-# -- the log -------------------------------------------------------------------------------------------------
-
-
-def numbers_of(generator: Generator) -> list[Any]:
-    return [
-        normals(generator, 2, 3).tolist(),
-        generator.uint64(4).tolist(),
-        normals(generator, 3).tolist(),
-    ]
-
-
-def test_draw_log_replays_numbers() -> None:
-    logged = LoggedGenerator(make_generator())
-    first = numbers_of(logged)
-    for _ in range(2):
-        again = logged.again()
-        assert numbers_of(again) == first
-        assert again.left == 0
-
-
-def test_draw_log_keeps_copies() -> None:
-    logged = LoggedGenerator(make_generator())
-    drawn = normals(logged, 5)
-    kept = drawn.clone()
-    drawn.zero_()
-    assert torch.equal(normals(logged.again(), 5), kept)
-
-
-def test_draw_log_other_draws_refused() -> None:
-    logged = LoggedGenerator(make_generator())
-    logged.uint64(3)
-    with pytest.raises(DrawsDiffer, match=r"draw 1 of the step on the neighbour is \('uint64', 4\)"):
-        logged.again().uint64(4)
-    again = logged.again()
-    again.uint64(3)
-    with pytest.raises(DrawsDiffer, match="was none on the dataset"):
-        again.uint64(1)
-
-
-def test_draw_log_seeded_generator() -> None:
-    plain, logged = make_generator(seed=1), LoggedGenerator(make_generator(seed=1))
-    assert np.array_equal(plain.uint64(8), logged.uint64(8))

@@ -1,0 +1,144 @@
+"""`psgrad review`: what a change of the training data will do, before anybody trains on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from psgrad.commands.class_names import errors_about
+from psgrad.commands.influence_setup import InfluenceSetup, set_up_influence
+from psgrad.commands.review_check import training_on
+from psgrad.commands.review_prediction import predicted
+from psgrad.commands.review_rows import changed_in, input_cards, suspicion_of
+from psgrad.commands.review_tables import (
+    changes_table,
+    factor_of,
+    queries_table,
+    query_sets,
+    scalars_of,
+    totals_of,
+)
+from psgrad.commands.review_verdict import review_check
+from psgrad.commands.run_manifest import describe_run
+from psgrad.config import Config
+from psgrad.config.data import SOURCE_KEYS
+from psgrad.data.reader import CheckedReader
+from psgrad.engine.execution.ranks import OneProcess
+from psgrad.errors import ConfigError
+from psgrad.quality.changed_rows import NO_ROW
+from psgrad.run.results import Say
+from psgrad.run.results.review import ReviewResult, review_content
+from psgrad.run.run import Run
+from psgrad.user_code import with_code_beside
+
+
+@with_code_beside
+def review(
+    config: Config,
+    base: Path | str,
+    head: Path | str | None = None,
+    *,
+    overwrite: bool = False,
+    report: bool = True,
+    progress: Say = lambda _: None,
+) -> ReviewResult:
+    """Predict what the change from `base` to `head` does to the queries: the whole of `psgrad review`.
+
+    base, head: what data.path, data.dataset or data.images takes, whichever the config names; head is the
+    config's own where it is None. Raises PsgradError for everything that can be wrong with the config, the
+    model, the data or the disk.
+    """
+    asked = config.influence.queries
+    if asked is None or asked.own_data is None:
+        raise ConfigError(
+            "influence.queries names no dataset of its own; expected an evaluation set, whose losses are"
+            " predicted",
+            hint="set influence.queries: {path: test.npz}",
+        )
+    config = with_source(config, head) if head is not None else config
+    run = Run.open(
+        config.output.with_name(f"{config.output.name}-review"), OneProcess(), progress, overwrite=overwrite
+    )
+    notes: list[str] = []
+
+    def say(text: str) -> None:
+        notes.append(text)
+        run.say("review", text)
+
+    with run.clock("load"):
+        setup = set_up_influence(config, say, progress, run.processes).watched(run.passes())
+        before = read_before(setup, with_source(config, base))
+        require_single_rows(setup)
+    with run.clock("compare"):
+        table = changed_in(before, setup.run.reader, with_ids=config.data.id is not None)
+    with run.clock("self-check"):
+        check = setup.run.self_check(setup.views[0].training.stream)
+    manifest = describe_run("review", setup.run, check, [config.influence.method.name])
+    with run.begin(manifest):
+        added = table.loc[table["after"] != NO_ROW, "after"].to_numpy(np.int64)
+        removed = table.loc[table["before"] != NO_ROW, "before"].to_numpy(np.int64)
+        scalars, sets = scalars_of(setup), query_sets(setup)
+        if not len(table):
+            say("no row was added, removed or changed: there is nothing to predict")
+        with run.clock("predict"):
+            masks, judged = [chosen for _, _, chosen in sets], "margin" if "margin" in scalars else "loss"
+            found = predicted(setup, before, added, removed, scalars, masks, judged)
+        with run.clock("check"):
+            measured, trust = training_on(setup, before, found, scalars, len(table) > 0, run)
+        with run.clock("suspects"):
+            suspects = suspicion_of(setup, before, added, removed) if len(added) else None
+        queries = queries_table(setup, found, trust, measured)
+        factor = factor_of(trust, found, measured, judged)
+        changes = changes_table(setup, before, table, found, factor, suspects)
+        totals = totals_of(sets, found, trust, measured)
+        verdict = review_check(config, run.path, totals, changes, trust, tuple(notes))
+        result = ReviewResult(
+            queries,
+            changes,
+            totals,
+            trust,
+            verdict,
+            {kind: int((table["kind"] == kind).sum()) for kind in ("added", "removed", "changed")},
+            setup.run.criterion.unit or "units of the loss",
+            run.path,
+            run.add(),
+            input_cards(setup, before, changes) if config.report.include_inputs else {},
+            tuple(notes),
+        )
+        run.folder.write_table("review.parquet", queries)
+        run.folder.write_table("changes.parquet", changes)
+        run.folder.write_json("review.json", review_content(result))
+        if report:
+            from psgrad.reports.review_page import write_report
+
+            with run.clock("report"):
+                write_report(result, run.folder.write_bytes)
+    return result
+
+
+def with_source(config: Config, source: Path | str) -> Config:
+    """The config with other training data in place of its own. Raises ConfigError where code makes those."""
+    key = next(key for key in SOURCE_KEYS if getattr(config.data, key) is not None)
+    if key == "factory":
+        raise ConfigError(
+            "data.factory makes the training data; expected data that are a file, a folder or a dataset, of"
+            " which there are two versions",
+            hint="write both versions to files, and name one in data.path",
+        )
+    value: Any = str(source) if key == "dataset" and not Path(source).exists() else Path(source).absolute()
+    return config.model_copy(update={"data": config.data.model_copy(update={key: value})})
+
+
+def read_before(setup: InfluenceSetup, config: Config) -> CheckedReader:
+    """Reads the training data before the change."""
+    with errors_about("the data before the change"):
+        samples = setup.run.other_samples(config.data)
+        return CheckedReader(samples, setup.run.criterion, setup.run.class_count(setup.run.criterion))
+
+
+def require_single_rows(setup: InfluenceSetup) -> None:
+    """Raises ConfigError where samples are groups of rows."""
+    if setup.run.samples.ungrouped is not None:
+        raise ConfigError("data.group is set; a review is of single rows")

@@ -1,0 +1,99 @@
+"""The check of a review: training goes on with and without the change, and what that does to the queries is
+compared with the prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+from torch import nn
+
+from psgrad.commands.influence_setup import InfluenceSetup
+from psgrad.commands.review_prediction import Prediction, Scalar
+from psgrad.data.reader import CheckedReader
+from psgrad.engine.execution.objective import Forward
+from psgrad.engine.influence.evaluation.continued_training import MeasuredChange, measured_change
+from psgrad.engine.influence.evaluation.jobs import LoadedRows, Recipe
+from psgrad.errors import InfluenceError, ModelError
+from psgrad.run.results import Progress
+from psgrad.run.results.review import Trust
+from psgrad.run.run import Run
+
+_SEEDS = 4  # trainings of each version of the data
+_NEWTON_UP_TO = 5000  # parameters
+
+
+class _Called(nn.Module):
+    """A model that is called as the config says, with what the loss reads for its output."""
+
+    def __init__(self, model: nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.model, self.how = model, forward
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.how(self.model, *inputs)
+
+
+def training_on(
+    setup: InfluenceSetup,
+    before: CheckedReader,
+    found: Prediction,
+    scalars: Mapping[str, Scalar],
+    changed: bool,
+    run: Run[Any],
+) -> tuple[MeasuredChange | None, Trust]:
+    """(what training that goes on measures, how far it agrees with the prediction)."""
+    config, view = setup.run.config, setup.views[-1]
+    trust = Trust("margin" if "margin" in scalars else "loss", found.affine and found.amounts, found.steps)
+    limit, train = config.review.seconds, config.influence.evaluate.train
+    recipe = Recipe(**train.model_dump(exclude={"function"}))
+    if trust.exact and found.weight_decay > 0 and view.training.flat.size <= _NEWTON_UP_TO:
+        recipe = Recipe(optimizer="newton", weight_decay=found.weight_decay, tolerance=1e-6)
+    why_not = "" if limit else "review.seconds is 0"
+    if not changed:
+        why_not = "nothing changed"
+    elif setup.run.samples.weighted:
+        why_not = "rows have weights, which the trainer does not know"
+    if why_not:
+        return None, replace(trust, why_not=why_not)
+    whole = replace(view.training, read=before, count=len(before.samples))
+    try:
+        measured = measured_change(
+            _Called(view.training.objective.model, setup.run.forward),
+            LoadedRows.of(whole),
+            LoadedRows.of(view.training),
+            LoadedRows.of(view.queries),
+            scalars,
+            setup.run.criterion.function,
+            recipe,
+            seeds=_SEEDS,
+            seconds=limit,
+            tell=lambda done, of: run.progress(Progress(done, of, "check", unit="training")),
+        )
+    except (InfluenceError, ModelError) as error:
+        return None, replace(trust, why_not=error.message)
+    if measured is None:
+        return None, replace(trust, why_not=f"an epoch takes longer than review.seconds, {limit:g}")
+    one, other = found.changes[trust.scalar], measured.changes[trust.scalar].mean(0)
+    ranked = np.ptp(one) > 0 and np.ptp(other) > 0
+    slope = slope_of(one, other)
+    return measured, replace(
+        trust,
+        tried=True,
+        epochs=measured.epochs,
+        seconds=measured.seconds,
+        agreement=float(spearmanr(one, other).statistic) if ranked else None,
+        slope=slope,
+        scaled=not trust.exact and slope is not None,
+    )
+
+
+def slope_of(predicted: np.ndarray[Any, Any], measured: np.ndarray[Any, Any]) -> float | None:
+    """What was measured for each unit that was predicted, by least squares; None for no prediction."""
+    square = float(predicted @ predicted)
+    return float(predicted @ measured) / square if square > 0 else None

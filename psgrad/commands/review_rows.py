@@ -1,0 +1,111 @@
+"""The changed rows of a review: which they are, how wrong the added ones look by themselves, and their
+inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from psgrad.commands.influence_queries import chosen_rows
+from psgrad.commands.influence_setup import InfluenceSetup
+from psgrad.data.previews import input_of
+from psgrad.data.reader import CheckedReader, digests
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.method import row_norms
+from psgrad.quality.changed_rows import NO_ROW, Measured, RowContents, Suspicion, changed_rows, suspicion
+from psgrad.ragged import Block
+from psgrad.run.results import TopSample
+
+Array = npt.NDArray[Any]
+
+_BLOCK = 1024  # rows that are read at once
+# Numbers of an input, and rows, up to which inputs are compared; and counts that stand for a text.
+_FEATURES, _COMPARED, _BINS = 4096, 50_000, 512
+_CARDS = 40  # changed rows whose inputs are shown
+
+
+def changed_in(before: CheckedReader, after: CheckedReader, with_ids: bool) -> pd.DataFrame:
+    """What changed; see `changed_rows`. Reads all rows of both versions."""
+    return changed_rows(_contents(before, with_ids), _contents(after, with_ids))
+
+
+def _contents(reader: CheckedReader, with_ids: bool) -> RowContents:
+    whole: list[str] = []
+    parts: dict[str, list[str]] = {"input": [], "label": [], "weight": []}
+    weighted = reader.samples.weighted
+    for start in range(0, len(reader.samples), _BLOCK):
+        block = reader(start, min(start + _BLOCK, len(reader.samples)))
+        whole += digests(block)
+        parts["input"] += digests(
+            replace(block, inputs=block.inputs[: -1 if weighted else None], target=None)
+        )
+        if block.target is not None and block.target.dim() == 1:
+            parts["label"] += digests(Block((block.target,), None))
+        if weighted:
+            parts["weight"] += digests(Block(block.inputs[-1:], None))
+    ids = reader.samples.ids if with_ids else None
+    return RowContents(ids, np.array(whole), {name: np.array(own) for name, own in parts.items() if own})
+
+
+def suspicion_of(setup: InfluenceSetup, before: CheckedReader, added: Array, removed: Array) -> Suspicion:
+    """How wrong the added rows look by themselves, to the model of the last checkpoint."""
+    training, asked = setup.views[-1].training, setup.views[-1].queries
+    queries = replace(training, objective=training.objective.unweighted(), read=asked.read, count=len(asked))
+    rows = replace(training, read=chosen_rows(setup.run.reader, added), count=len(added))
+    stay = np.setdiff1d(np.arange(len(before.samples)), removed)
+    known = replace(training, read=chosen_rows(before, stay), count=len(stay))
+    features, targets = _features(known)
+    seen = np.zeros(len(known))  # losses of rows that the model was trained on are no reference
+    return suspicion(
+        _measured(rows, setup.run.samples.ids[added]),
+        _measured(queries, setup.query_reader.samples.ids[setup.query_rows]),
+        Measured(before.samples.ids[stay], seen, seen, targets, None, features),
+    )
+
+
+def _measured(examples: Examples, ids: Array) -> Measured:
+    norms, (features, targets) = row_norms(examples), _features(examples)
+    return Measured(ids, norms.losses, norms.norms, targets, norms.columns.get("prediction"), features)
+
+
+def _features(examples: Examples) -> tuple[Array | None, Array | None]:
+    """(numbers [n, k] of inputs that can be compared, targets [n]); None for inputs that are too large or of
+    several kinds, and for targets that are not one number. Of whole numbers, such as ids of tokens, how often
+    each occurs.
+    """
+    features, targets = [], []
+    for start in range(0, len(examples) if len(examples) <= _COMPARED else 0, _BLOCK):
+        block = examples.read(start, min(start + _BLOCK, len(examples)))
+        first = block.inputs[0]
+        if block.target is not None and block.target.dim() == 1:
+            targets.append(block.target.numpy())
+        if not first.is_floating_point():
+            features.append(_counts(block))
+        elif block.ragged is None and first[0].numel() <= _FEATURES:
+            features.append(first.reshape(len(first), -1).float().numpy())
+    return np.concatenate(features) if features else None, np.concatenate(targets) if targets else None
+
+
+def _counts(block: Block) -> Array:
+    """[n, bins]: how often each whole number of the first input occurs in a row, without padding."""
+    rows = [block.at(slice(row, row + 1)).inputs[0] for row in range(len(block))]
+    return np.stack([np.bincount(row.numpy().ravel() % _BINS, minlength=_BINS) for row in rows]).astype(
+        "float32"
+    )
+
+
+def input_cards(
+    setup: InfluenceSetup, before: CheckedReader, changes: pd.DataFrame
+) -> dict[int, tuple[TopSample | None, TopSample | None]]:
+    """The first rows of the table of changes -> the input before and after."""
+
+    def shown(reader: CheckedReader, row: int) -> TopSample | None:
+        return None if row == NO_ROW else input_of(reader.samples, row)
+
+    rows = changes.head(_CARDS)[["before", "after"]].itertuples(index=True)
+    return {place: (shown(before, old), shown(setup.run.reader, new)) for place, old, new in rows}

@@ -1,0 +1,154 @@
+"""What changed between two versions of a training set, row by row; and which added rows look wrong by
+themselves, before anything is trained on them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from psgrad.quality.conformal import p_values
+
+Array = npt.NDArray[Any]
+
+SUSPECT = 0.99
+"""From this suspicion on a row counts as suspect."""
+NEAR = 0.05  # near duplicates are nearer than this part of the median distance between the queries
+NO_ROW = -1
+
+
+@dataclass(frozen=True)
+class RowContents:
+    """The rows of one version of a dataset. ids: [n], None where rows have none. whole: [n], a digest of each
+    row. parts: name -> a digest of that part of each row (input, label, weight).
+    """
+
+    ids: Array | None
+    whole: Array
+    parts: Mapping[str, Array]
+
+
+def changed_rows(before: RowContents, after: RowContents) -> pd.DataFrame:
+    """One row for each row that was added, removed or changed: `kind`, `before` and `after`, its rows in the
+    two versions (NO_ROW for none), and `what` of a changed row changed. Sorted by the row after, then before.
+
+    Rows are matched by their ids; without ids by their content, so that a changed row is an added and a
+    removed one. Rows that only moved are not changed.
+    """
+    keys = [[str(key) for key in (each.whole if each.ids is None else each.ids)] for each in (before, after)]
+    places = [_places(each) for each in keys]
+    found: list[tuple[str, int, int, str]] = []
+    for key in dict.fromkeys([*keys[1], *keys[0]]):
+        old, new = (each.get(key, []) for each in places)
+        common = min(len(old), len(new))
+        for one, other in zip(old[:common], new[:common], strict=True):
+            if before.whole[one] != after.whole[other]:
+                changed = [
+                    name for name in before.parts if before.parts[name][one] != after.parts[name][other]
+                ]
+                found.append(("changed", one, other, " and ".join(changed)))
+        found += [("removed", one, NO_ROW, "") for one in old[common:]]
+        found += [("added", NO_ROW, other, "") for other in new[common:]]
+    table = pd.DataFrame(found, columns=["kind", "before", "after", "what"])
+    order = np.lexsort((table["before"], table["after"].replace(NO_ROW, np.iinfo(np.int64).max)))
+    return table.iloc[order].reset_index(drop=True)
+
+
+def _places(keys: Sequence[str]) -> dict[str, list[int]]:
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, key in enumerate(keys):
+        places[key].append(place)
+    return dict(places)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rows as the model sees them: ids [n], their losses and gradient norms, targets and predictions (None
+    where the loss has no classes), and features [n, k] of their inputs (None where inputs can't be compared).
+    """
+
+    ids: Array
+    losses: Array
+    norms: Array
+    targets: Array | None = None
+    predictions: Array | None = None
+    features: Array | None = None
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """scores: [a] from 0 to 1, 1 - the p-value of a sound row that is as unusual. reasons: [a] texts."""
+
+    scores: Array
+    reasons: list[str]
+
+
+def suspicion(added: Measured, queries: Measured, training: Measured) -> Suspicion:
+    """How wrong added rows look by themselves.
+
+    The loss and the gradient norm are compared with those of the queries, which the model has not been
+    trained on either: conformal p-values, the smaller one times two. A row whose input nearly equals a
+    query's is a leak, whatever its loss; one whose input nearly equals a training row's of another label
+    contradicts it.
+    """
+    smallest = np.minimum(p_values(added.losses, queries.losses), p_values(added.norms, queries.norms))
+    scores = np.where(np.isnan(smallest), 1.0, 1 - np.minimum(2 * smallest, 1))
+    reasons: list[list[str]] = [[] for _ in scores]
+    for row in np.flatnonzero(scores >= SUSPECT).tolist():
+        if np.isnan(smallest[row]):
+            reasons[row].append("its loss or gradient is not finite")
+        else:
+            reasons[row].append(_unusual(added, queries, row))
+    if added.features is not None and queries.features is not None and training.features is not None:
+        limit = NEAR * _usual_distance(queries.features)
+        for row, query in _near(added.features, queries.features, limit):
+            scores[row] = 1.0
+            reasons[row].append(f"nearly equals the query {queries.ids[query]}: evaluation data leak")
+        if added.targets is not None and training.targets is not None:
+            for row, other in _near(added.features, training.features, limit):
+                if added.targets[row] != training.targets[other]:
+                    scores[row] = 1.0
+                    reasons[row].append(
+                        f"nearly equals the training row {training.ids[other]} of another label"
+                    )
+    return Suspicion(scores, ["; ".join(each) for each in reasons])
+
+
+def _unusual(added: Measured, queries: Measured, row: int) -> str:
+    loss, norm = added.losses[row], added.norms[row]
+    above = [
+        f"{name} {value:.3g} is above that of {(of < value).mean():.1%} of the queries"
+        for name, value, of in (("loss", loss, queries.losses), ("gradient norm", norm, queries.norms))
+        if (of >= value).mean() <= 1 - SUSPECT
+    ]
+    words = "; ".join(above)
+    if added.predictions is not None and added.targets is not None:
+        if added.predictions[row] != added.targets[row]:
+            words += f"; the model predicts {added.predictions[row]:g}, the label is {added.targets[row]:g}"
+    return words
+
+
+def _usual_distance(points: Array) -> float:
+    """The median distance of a point to the nearest other one."""
+    if len(points) < 2:
+        return 0.0
+    from sklearn.neighbors import NearestNeighbors
+
+    return float(np.median(NearestNeighbors(n_neighbors=2).fit(points).kneighbors(points)[0][:, 1]))
+
+
+def _near(points: Array, others: Array, limit: float) -> list[tuple[int, int]]:
+    """(point, its nearest other) where that is within the limit."""
+    if not len(points) or not len(others):
+        return []
+    from sklearn.neighbors import NearestNeighbors
+
+    distances, nearest = NearestNeighbors(n_neighbors=1).fit(others).kneighbors(points)
+    rows = np.flatnonzero(distances[:, 0] <= limit)
+    return [(int(row), int(nearest[row, 0])) for row in rows]

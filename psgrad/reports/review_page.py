@@ -1,0 +1,221 @@
+"""The page of a review, and what the terminal shows of it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from psgrad.reports.ci import verdict_lines
+from psgrad.reports.page import about_run, render_template
+from psgrad.reports.pictures import excerpt, picture_uri, shown_text
+from psgrad.reports.tables import Table, TableColumn, column, number_column, table
+from psgrad.reports.terminal import print_table
+from psgrad.reports.words import MISSING, brief, count, duration, identifier, number, percent
+from psgrad.run.results import TopSample
+from psgrad.run.results.review import GroupChange, ReviewResult
+
+_CARDS, _QUERIES, _TERMINAL_ROWS = 30, 30, 10
+_SIDE = 96  # pixels of a picture
+
+
+@dataclass(frozen=True)
+class RowCard:
+    """A changed row on the page: what was done, what it does, and its input before and after."""
+
+    id: str
+    words: str
+    before: Any
+    after: Any
+    reasons: str
+
+
+def write_report(result: ReviewResult, write: Callable[[str, bytes], None]) -> None:
+    """Write report.html; `write(name, data)` writes a file."""
+    write("report.html", render(result).encode("utf-8", "replace"))
+
+
+def render(result: ReviewResult) -> str:
+    """The page as HTML."""
+    overall, trust = result.totals[0], result.trust
+    suspects = int((result.changes["suspect"] >= 0.99).sum())
+    headline = [
+        (f"{len(result.changes):,}", "rows changed"),
+        (_signed(overall.predicted), f"predicted change of the mean loss of {overall.queries:,} queries"),
+        (_signed(overall.margin_predicted), "predicted change of their mean margin"),
+        (f"{suspects:,}", "added rows look wrong by themselves"),
+    ]
+    return render_template(
+        "review.html",
+        **about_run(result.manifest, result.folder),
+        title="What will this change of the training data do?",
+        headline=[each for each in headline if each[0] != MISSING],
+        counts=counts_words(result),
+        outcomes=verdict_lines(result.check),
+        totals=totals_table(result.totals, result.unit),
+        trust=trust,
+        trust_words=trust_words(result),
+        cards=[_card(result, place) for place in range(min(len(result.changes), _CARDS))],
+        more=max(0, len(result.changes) - _CARDS),
+        queries=queries_table(result.queries),
+        warnings=list(result.notes),
+        unit=result.unit,
+    )
+
+
+def counts_words(result: ReviewResult) -> str:
+    """3 rows added, 2 removed, 1 changed."""
+    parts = [f"{value:,} {kind}" for kind, value in result.counts.items() if value]
+    return ", ".join(parts) or "no row added, removed or changed"
+
+
+def trust_words(result: ReviewResult) -> str:
+    """How the prediction was made, and how far what was measured agrees with it."""
+    trust = result.trust
+    if trust.exact:
+        steps = count(trust.steps, "Newton step")
+        made = f"The model is affine in its parameters: {steps} lead to the minimum of the changed objective."
+    else:
+        made = (
+            "The prediction is one step of the curvature of the changed data, to first order in the"
+            " parameters. Of a network it ranks, and is no amount by itself."
+        )
+    if not trust.tried:
+        return f"{made} It was not checked by training: {trust.why_not}."
+    how = "to the minimum" if trust.epochs is None else f"for {count(trust.epochs, 'epoch')}"
+    agreement = MISSING if trust.agreement is None else f"{trust.agreement:.2f}"
+    slope = MISSING if trust.slope is None else f"{trust.slope:.3g}"
+    return (
+        f"{made} Training went on {how}, with and without the change, in {duration(trust.seconds or 0)}. Over"
+        f" the queries the rank agreement of the predicted and the measured change of the {trust.scalar} is"
+        f" {agreement}, and {slope} was measured for each unit that was predicted"
+        f"{'; predictions are multiplied by that' if trust.scaled else ''}."
+    )
+
+
+def totals_table(totals: tuple[GroupChange, ...], unit: str) -> Table:
+    """A row for all queries, and one for each class and group."""
+    margins = totals[0].margin_now is not None
+    columns = [
+        TableColumn("queries", lambda each: each.name if each.name else "all", key="name"),
+        TableColumn("how many", lambda each: f"{each.queries:,}", numeric=True),
+        TableColumn("loss now", lambda each: number(each.now), numeric=True, meaning=f"mean loss, in {unit}"),
+        TableColumn(
+            "predicted", lambda each: _signed(each.predicted), numeric=True, meaning="change of the mean loss"
+        ),
+        TableColumn(
+            "interval", _interval, numeric=True, meaning="90 %, over checkpoints or parts of the data"
+        ),
+        TableColumn(
+            "measured", lambda each: _signed(each.measured), numeric=True, meaning="by training that went on"
+        ),
+    ]
+    if margins:
+        columns += [
+            TableColumn(
+                "margin, predicted",
+                lambda each: _signed(each.margin_predicted),
+                numeric=True,
+                meaning="change of the mean margin, in nats; a fall is harm",
+            ),
+            TableColumn(
+                "measured",
+                lambda each: _signed(each.margin_measured),
+                numeric=True,
+                meaning="by training that went on",
+            ),
+            TableColumn(
+                "right now",
+                lambda each: _share(each.accuracy_now),
+                numeric=True,
+                meaning="share of right predictions",
+            ),
+            TableColumn(
+                "then",
+                lambda each: _share(each.accuracy_then),
+                numeric=True,
+                meaning="share of right predictions after the change",
+            ),
+        ]
+    return table("totals", "What the change does to the queries", columns, totals)
+
+
+def queries_table(queries: pd.DataFrame) -> Table:
+    """The queries that the change harms most."""
+    margins = "predicted_change_margin" in queries
+    order = queries["predicted_change_margin"] if margins else -queries["predicted_change"]
+    worst = queries.loc[order.sort_values(kind="stable").index[:_QUERIES]]
+    columns = [
+        column("query_id", "query", lambda value: identifier(value)),
+        number_column("loss", "loss now"),
+        number_column("predicted_change", "predicted change", write=_signed),
+    ]
+    if margins:
+        columns.append(number_column("predicted_change_margin", "of the margin", write=_signed))
+    if "measured_change" in queries:
+        columns.append(number_column("measured_change", "measured change", write=_signed))
+    return table("queries", "The queries that the change harms most", columns, worst.to_dict("records"))
+
+
+def terminal_text(result: ReviewResult) -> str:
+    """What was found, for a terminal."""
+    lines = io.StringIO()
+    lines.write(f"{counts_words(result)}\n\n")
+    print_table(totals_table(result.totals[:1] + _worst_sets(result), result.unit), lines)
+    lines.write(f"\n{trust_words(result)}\n")
+    if len(result.changes):
+        columns = [
+            TableColumn("row", lambda row: identifier(row.id)),
+            TableColumn("change", lambda row: " ".join(part for part in (row.kind, row.what) if part)),
+            TableColumn("effect", lambda row: _signed(row.predicted_effect), numeric=True),
+            TableColumn(
+                "suspect", lambda row: MISSING if pd.isna(row.suspect) else f"{row.suspect:.2f}", numeric=True
+            ),
+            TableColumn("reasons", lambda row: brief(row.reasons, 90)),
+        ]
+        shown = [*result.changes.head(_TERMINAL_ROWS).itertuples()]
+        lines.write("\nThe changed rows that harm the queries most:\n")
+        print_table(table("", "Changed rows", columns, shown), lines)
+    return lines.getvalue()
+
+
+def _worst_sets(result: ReviewResult) -> tuple[GroupChange, ...]:
+    rest = sorted(result.totals[1:], key=lambda each: -each.predicted)
+    return tuple(rest[:5])
+
+
+def _card(result: ReviewResult, place: int) -> RowCard:
+    row = result.changes.iloc[place]
+    before, after = result.inputs.get(place, (None, None))
+    what = f" ({row['what']})" if row["what"] else ""
+    effect, query = _signed(row["predicted_effect"]), identifier(row["worst_query"])
+    words = f"{row['kind']}{what}; effect {effect}, most on {query}"
+    return RowCard(identifier(row["id"]), words, _input(before), _input(after), brief(row["reasons"], 300))
+
+
+def _input(sample: TopSample | None) -> Any:
+    if sample is None:
+        return None
+    return {
+        "picture": picture_uri(sample, _SIDE),
+        "text": excerpt(shown_text(sample)) if sample.image is None else None,
+        "original": None,
+        "alt": f"input of {identifier(sample.id)}",
+    }
+
+
+def _interval(each: GroupChange) -> str:
+    if each.low is None or each.high is None:
+        return MISSING
+    return f"{_signed(each.low)} to {_signed(each.high)}"
+
+
+def _signed(value: float | None) -> str:
+    return MISSING if value is None or pd.isna(value) else f"{'+' if value > 0 else ''}{number(value)}"
+
+
+def _share(value: float | None) -> str:
+    return MISSING if value is None else percent(value)
