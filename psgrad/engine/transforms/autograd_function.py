@@ -195,9 +195,8 @@ class _Application(UserRuleCall):
         ):
             raise TransformError(
                 f"{self.name}: jvp returned tangents of shapes"
-                f" {[getattr(t, 'shape', None) for t in pushed]} for"
-                f" results of shapes {[getattr(x, 'shape', None) for x in outs]}; expected the results'"
-                " shapes",
+                f" {[getattr(t, 'shape', None) for t in pushed]}; expected the results' shapes,"
+                f" {[getattr(x, 'shape', None) for x in outs]}"
             )
         return [
             None if any(x is y for y in context.non_differentiable) else t

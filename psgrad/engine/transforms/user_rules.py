@@ -154,9 +154,7 @@ class UserRuleCall(Call):
                 )
                 if not same:
                     raise TransformError(
-                        f"forward mode of {self.name}{diagnostics.where()}, whose backward is not linear"
-                        " in the"
-                        " cotangents, and so has no transpose",
+                        f"forward mode of {self.name}{diagnostics.where()}, whose backward is not linear",
                         hint="give the function a jvp as well, or differentiate it in reverse mode only",
                     )
         return pushed

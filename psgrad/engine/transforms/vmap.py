@@ -125,9 +125,8 @@ class _MappedCall:
     def _run_groups(self, flat: list[Any], divergence: Divergence, watch: WriteCounts) -> Any:
         if watch.was_written():
             raise TransformError(
-                f"vmap({self.name}, ...): samples disagree on a branch{divergence.where}, after an"
-                " argument was written to in place; expected unchanged arguments, because the function"
-                " runs again for the samples of each outcome",
+                f"vmap({self.name}, ...): samples disagree on a branch{divergence.where}, after an argument"
+                " was written to in place",
                 hint="write into a clone of the argument",
             )
         device = next(x.device for x, d in zip(flat, self.dims, strict=True) if d is not None)

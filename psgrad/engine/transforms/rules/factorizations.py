@@ -82,11 +82,8 @@ def _qr_back(out: Any, a: torch.Tensor, mode: str = "reduced") -> Callable[[list
         gq, gr = gs
         if spare and gq is not None:
             raise TransformError(
-                "the derivative of linalg.qr with mode='complete' of a matrix with more rows than"
-                " columns; expected mode='reduced', or a function of R alone",
-                hint=(
-                    "the columns of Q beyond those of the matrix are an arbitrary basis; use mode='reduced'"
-                ),
+                "the derivative of linalg.qr with mode='complete' of a matrix with more rows than columns",
+                hint="use mode='reduced', or R alone: the other columns of Q are an arbitrary basis",
             )
         inner = torch.zeros_like(r) if gr is None else gr[..., :columns, :] @ h(r)
         if gq is not None:

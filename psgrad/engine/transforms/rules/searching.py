@@ -73,11 +73,8 @@ constant(aten.histc.default, batch=_histc_batch)
 def _depends_on_data(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     raise TransformError(
         f"{op.name().removeprefix('aten::')} is not possible on a value that differs between"
-        f" samples{diagnostics.where()}; expected a program that is the same for every sample",
-        hint=(
-            "a Python number, a branch (if, while, assert) or a shape depends on one sample's data;"
-            " write the choice with torch.where, or take the number from outside the function"
-        ),
+        f" samples{diagnostics.where()}",
+        hint="write the choice with torch.where, or take the number from outside the function",
     )
 
 
