@@ -198,11 +198,9 @@ def _leave(level: BatchLevel, value: Any, dim: int | None, name: str) -> Any:
             "Did you mean to set out_dims= to None for output?"
         )
     rank = value.dim() + 1
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TransformArgumentError(f"vmap({name}, ...): out_dims={dim!r} is neither an int nor None")
-    if not -rank <= dim < rank:
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -rank <= dim < rank:
         raise TransformArgumentError(
-            f"vmap({name}, ...): out_dims={dim} is out of range for an output with {rank} axes"
+            f"vmap({name}, ...): out_dims={dim!r} is out of range for an output with {rank} axes"
         )
     physical = level.batch.physical(value)
     return physical.movedim(0, dim) if dim else physical

@@ -155,6 +155,35 @@ def test_shapes_by_formula_see_arguments_given_by_name() -> None:
         shape_checks._check_shapes(aten.linear.default, (x, weight), {"bias": torch.zeros(3)})
 
 
+# Operators of which only the kernel runs where there are few elements: (arguments, by name).
+KERNELS: dict[Any, tuple[tuple[Any, ...], ...]] = {
+    aten.cat.default: (([torch.zeros(2, 3), torch.zeros(2, 4)], 0), ([torch.zeros(2), torch.zeros(3)], 0)),
+    aten.layer_norm.default: ((torch.zeros(2, 3), [2]), (torch.zeros(2, 3), [3])),
+    aten.mean.dim: ((torch.zeros(2), [1]), (torch.zeros(2), [0])),
+    aten.cross_entropy_loss.default: (
+        (torch.zeros(3), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(3), torch.zeros((), dtype=torch.int64)),
+    ),
+    aten.batch_norm.default: (
+        (torch.zeros(2, 3), torch.zeros(2), None, None, None, True, 0.1, 1e-5, False),
+        (torch.zeros(2, 3), torch.zeros(3), None, None, None, True, 0.1, 1e-5, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("op", KERNELS, ids=str)
+def test_shapes_of_few_elements_are_those_of_the_kernel_and_of_many_those_of_pytorch(
+    op: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, right = KERNELS[op]
+    expected = told(lambda: op(*wrong))
+    assert expected
+    for few in (shape_checks._FEW, -1):
+        monkeypatch.setattr(shape_checks, "_FEW", few)
+        assert told(lambda: shape_checks._check_shapes(op, wrong, {})) == expected
+        assert told(lambda: shape_checks._check_shapes(op, right, {})) == ""
+
+
 def test_shapes_same_signature_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Any] = []
     right = shape_checks._check_shapes
