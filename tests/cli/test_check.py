@@ -237,8 +237,6 @@ def test_two_runs_are_compared(workplace: Workplace) -> None:
         json.loads(workplace.command("diff", "run", "later", "--format", "json").out)["counts"]["common"]
         == 10
     )
-    drawn = workplace.command("diff", "run", "later", "--format", "markdown")
-    assert drawn.out.startswith("### psgrad diff")
     workplace.command("diff", "run", "nowhere").refused(3, "nowhere holds no run of psgrad")
 
 

@@ -20,7 +20,7 @@ from psgrad.engine.gradients.per_sample import (
     per_sample_square_norms,
 )
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
-from psgrad.engine.gradients.terms import Term
+from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Image, Product, Rows
 from psgrad.engine.gradients.terms.numerics import flagging
 from psgrad.engine.transforms.capture import Captured, Entry, agree
 from psgrad.engine.transforms.private_torch import register_pytree_node
@@ -53,8 +53,8 @@ _register(SumOverSamples, "value")
 _register(DeferredGradient, "terms")
 _register(Placed, "term")
 _OF_TENSORS = ("torch.Tensor", "tuple[torch.Tensor, ...]", "tuple[Placed, ...]")
-for _kind in Term.__subclasses__():
-    _register(_kind, *(field.name for field in fields(_kind) if field.type in _OF_TENSORS))  # type: ignore[arg-type]
+for _kind in (Convolution, Dense, GroupedProduct, Image, Product, Rows):
+    _register(_kind, *(field.name for field in fields(_kind) if field.type in _OF_TENSORS))
 
 
 How = TypeVar("How", bound=Callable[..., Any])

@@ -1,15 +1,13 @@
 """The ranks of torch.distributed as the processes that share the rows of a dataset.
 
 torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-(https://docs.pytorch.org/docs/stable/elastic/run.html). Only tensors are sent: nothing is pickled. A rank
-that dies closes its connections, which ends the others at the next call; one that hangs ends them after the
-time limit of the process group.
+(https://docs.pytorch.org/docs/stable/elastic/run.html). A rank that dies closes its connections, which ends
+the others at the next call; one that hangs ends them after the time limit of the process group.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from psgrad.engine.execution.ranks import Arrays, Result, joined
+from psgrad.engine.execution.ranks import Arrays, Processes, Result, joined
 from psgrad.errors import DistributedError, PsgradError, error_of
 
 _POLL = 0.05  # seconds between two looks for the other ranks
@@ -56,7 +54,7 @@ def keys_of_this_attempt(store: Store, rank: int, size: int, seconds: float) -> 
     )
 
 
-class RankGroup:
+class RankGroup(Processes):
     """The ranks of one run. See `Processes`.
 
     Args:
@@ -64,7 +62,6 @@ class RankGroup:
         seconds: its time limit.
     """
 
-    parts: int | None = None
     backend: str | None = "gloo"
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
@@ -124,46 +121,52 @@ class RankGroup:
         return found
 
     def gathered(self, what: str, own: Arrays) -> list[Arrays]:
-        head = self._head(what, own)
-        rows = self._all(torch.cat([head, *map(_as_bytes, own.values())]), len(head))
-        return [_cut(row[length:], self._facts(row[:length], what)) for row, length in rows]
+        found: list[Any] = [None] * self.size
+        message = self._message(what, own)
+        with self._errors_named():
+            dist.all_gather_object(found, message)
+        return [self._opened(each, what) for each in found]
 
     def texts(self, what: str, text: str) -> list[str]:
         own = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
         return [bytes(each["text"].tolist()).decode() for each in self.gathered(what, {"text": own})]
 
     def broadcast(self, what: str, arrays: Arrays) -> Arrays:
-        head = self._head(what, arrays if self.leads else {})
-        length = torch.tensor([len(head)], device="cpu")
+        found: list[Any] = [self._message(what, arrays if self.leads else {})]
         with self._errors_named():
-            dist.broadcast(length, 0)
-            head = head if self.leads else head.new_empty(int(length))
-            dist.broadcast(head, 0)
-        found: Arrays = {}
-        for name, (shape, kind) in self._facts(head, what).items():
-            value = (
-                arrays[name].detach().cpu() if self.leads else torch.empty(shape, dtype=kind, device="cpu")
-            )
-            content = _as_bytes(value)
-            if len(content):
-                with self._errors_named():
-                    dist.broadcast(content, 0)
-            found[name] = value if self.leads else content.view(kind).reshape(shape)
-        return found
+            dist.broadcast_object_list(found, 0)
+        return self._opened(found[0], what)
 
     def collect(
         self, what: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
     ) -> None:
-        for source in self._sources():
-            for name, value in self._received(what, source):
+        def merge(other: Arrays) -> None:
+            for name, value in other.items():
                 add(name, value)
-        self._send_on(what, state)
+
+        self._merge_on_first(what, state, merge)
 
     def reduce(self, what: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
-        for source in self._sources():
-            merge(dict(self._received(what, source)))
-        self._send_on(what, state)
+        self._merge_on_first(what, state, merge)
         return self.broadcast(what, state() if self.leads else {})
+
+    def _merge_on_first(
+        self, what: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]
+    ) -> None:
+        """Merge the states of all ranks on rank 0: in pairs, then pairs of pairs."""
+        self._require_between_passes(what)
+        step = 1
+        while step < self.size and self.rank % (2 * step) == 0:
+            if self.rank + step < self.size:
+                found: list[Any] = [None]
+                with self._errors_named():
+                    dist.recv_object_list(found, self.rank + step)
+                merge(self._opened(found[0], what))
+            step *= 2
+        if not self.leads:
+            message = self._message(what, state())
+            with self._errors_named():
+                dist.send_object_list([message], self.rank & (self.rank - 1))  # without its lowest bit
 
     def together(self, what: str, compute: Callable[[], Result]) -> Result:
         self._require_between_passes(what)
@@ -189,59 +192,25 @@ class RankGroup:
 
     # -- messages --------------------------------------------------------------------------------------------
 
-    def _sources(self) -> Iterator[int]:
-        """The ranks that send to this one where all is gathered on rank 0: in pairs, then pairs of pairs."""
-        step = 1
-        while step < self.size and self.rank % (2 * step) == 0:
-            if self.rank + step < self.size:
-                yield self.rank + step
-            step *= 2
-
-    def _send_on(self, what: str, state: Callable[[], Arrays]) -> None:
-        """Send what this rank and its sources have gathered to the rank that merges it."""
-        if self.leads:
-            return
-        arrays, receiver = state(), self.rank & (self.rank - 1)  # without its lowest bit
-        head = self._head(what, arrays)
-        with self._errors_named():
-            for message in (torch.tensor([len(head)], device="cpu"), head, *map(_as_bytes, arrays.values())):
-                if len(message):
-                    dist.send(message, receiver)
-
-    def _received(self, what: str, source: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each name and tensor that another rank sends, on the CPU."""
-        length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        with self._errors_named():
-            dist.recv(length, source)
-            head = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-            dist.recv(head, source)
-        for name, (shape, kind) in self._facts(head, what).items():
-            content = torch.empty(kind.itemsize * math.prod(shape), dtype=torch.uint8, device="cpu")
-            if len(content):
-                with self._errors_named():
-                    dist.recv(content, source)
-            yield name, content.view(kind).reshape(shape)
-
-    def _all(self, own: torch.Tensor, head: int) -> list[tuple[torch.Tensor, int]]:
-        """The bytes of each rank, and how many of them are its head."""
-        lengths = [torch.zeros(2, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-        with self._errors_named():
-            dist.all_gather(lengths, torch.tensor([len(own), head], device="cpu"))
-        longest = max(int(each[0]) for each in lengths)
-        padded = torch.cat([own, own.new_zeros(longest - len(own))])
-        rows = [torch.empty_like(padded) for _ in lengths]
-        with self._errors_named():
-            dist.all_gather(rows, padded)
-        return [(row[: int(each[0])], int(each[1])) for row, each in zip(rows, lengths, strict=True)]
-
-    def _head(self, what: str, arrays: Arrays) -> torch.Tensor:
-        """The name of a message, and the name, shape and type of each of its tensors, as bytes."""
+    def _message(self, what: str, arrays: Arrays) -> tuple[str, Arrays]:
+        """The name of a call, and its tensors on the CPU, each with no more memory than its own."""
         self._require_between_passes(what)
-        facts = [
-            [name, list(value.shape), str(value.dtype).removeprefix("torch.")]
-            for name, value in arrays.items()
-        ]
-        return torch.tensor(list(json.dumps([what, facts]).encode()), dtype=torch.uint8, device="cpu")
+        return what, {name: value.detach().cpu().clone() for name, value in arrays.items()}
+
+    def _opened(self, message: tuple[str, Arrays], what: str) -> Arrays:
+        """The tensors of a message. Raises DistributedError where the other rank is at another place of the
+        program.
+        """
+        there, arrays = message
+        if there != what:
+            raise DistributedError(
+                f"rank {self.rank} shares {what}, and another rank shares {there}",
+                hint=(
+                    "run it in one process, or on machines of one kind; code of yours may not depend on"
+                    " the process"
+                ),
+            )
+        return arrays
 
     def _require_between_passes(self, what: str) -> None:
         """Raises DistributedError in a share of a pass, where ranks have other rows and messages."""
@@ -252,21 +221,6 @@ class RankGroup:
                     "keep what the first pass gives, and go over the rows when it is done; or run one process"
                 ),
             )
-
-    def _facts(self, head: torch.Tensor, what: str) -> Facts:
-        """name -> (shape, type), as `_head` wrote them. Raises DistributedError where the other rank is at
-        another place of the program.
-        """
-        there, facts = json.loads(bytes(head.tolist()))
-        if there != what:
-            raise DistributedError(
-                f"rank {self.rank} shares {what}, and another rank shares {there}",
-                hint=(
-                    "run it in one process, or on machines of one kind; code of yours may not depend on"
-                    " the process"
-                ),
-            )
-        return {name: (tuple(shape), getattr(torch, kind)) for name, shape, kind in facts}
 
     @contextmanager
     def _errors_named(self) -> Iterator[None]:
@@ -281,23 +235,3 @@ class RankGroup:
                     " finished is kept. engine.process_timeout sets the time limit"
                 ),
             ) from error
-
-
-Facts = dict[str, tuple[tuple[int, ...], Any]]
-
-
-def _cut(content: torch.Tensor, facts: Facts) -> Arrays:
-    """The tensors whose bytes follow each other."""
-    found, start = Arrays(), 0
-    for name, (shape, kind) in facts.items():
-        size = kind.itemsize * math.prod(shape)
-        found[name] = content[start : start + size].clone().view(kind).reshape(shape)
-        start += size
-    return found
-
-
-def _as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes [k] on the CPU; its own memory where it is there. gloo does not know all types."""
-    plain = value.detach().cpu().contiguous()
-    flat = plain.as_strided((plain.numel(),), (1,))  # of one number or none the stride may be any
-    return flat.view(torch.uint8)

@@ -9,7 +9,7 @@ pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -20,9 +20,10 @@ Arrays = dict[str, torch.Tensor]
 Result = TypeVar("Result")
 
 
-class Processes(Protocol):
-    """What a command needs of the processes that run it. All ranks call the same methods in the same order;
-    `what` names a call, and a rank that makes another one raises DistributedError.
+class Processes:
+    """What a command needs of the processes that run it: here of one alone, which takes all rows. All ranks
+    call the same methods in the same order; `what` names a call, and a rank that makes another one raises
+    DistributedError.
 
     Attributes:
         rank: 0, 1, ... size: how many there are. backend: what carries tensors between them; None for one
@@ -30,34 +31,40 @@ class Processes(Protocol):
             made, one after another or at the same time; None for a whole run.
     """
 
-    rank: int
-    size: int
-    backend: str | None
-    leads: bool
-    parts: int | None
+    rank: int = 0
+    size: int = 1
+    backend: str | None = None
+    leads: bool = True
+    parts: int | None = None
 
     def part_of(self, rank: int) -> str:
         """The name of a rank's part of what is stored; empty for a process alone."""
+        return ""
 
     def my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
         """This process's share of these chunks of the pass `name`, in order; those that follow each other in
         one range.
         """
+        return joined(chunks)
 
     def meet(self, what: str) -> None:
         """Wait for all processes."""
 
     def agreed(self, what: str, numbers: Callable[[], list[int]]) -> list[int]:
         """The whole numbers that rank 0 finds, on every rank."""
+        return numbers()
 
     def gathered(self, what: str, own: Arrays) -> list[Arrays]:
         """The tensors of each process, on the CPU, in the order of their ranks."""
+        return [own]
 
     def texts(self, what: str, text: str) -> list[str]:
         """The texts of all processes, in the order of their ranks."""
+        return [text]
 
     def broadcast(self, what: str, arrays: Arrays) -> Arrays:
         """The tensors of rank 0, on the CPU of every rank; those of other ranks are ignored."""
+        return arrays
 
     def collect(
         self, what: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
@@ -72,57 +79,21 @@ class Processes(Protocol):
 
         state: returns what this process has gathered. merge: adds a state of another one to it.
         """
+        return state()
 
     def together(self, what: str, compute: Callable[[], Result]) -> Result:
         """What `compute` finds of this process's share, when all processes have theirs. Where it raises
         PsgradError on one of them, each raises the same error.
         """
-
-    def spent(self) -> tuple[float, float]:
-        """Seconds that this process has computed in `together`, and that it has waited for others there."""
-
-
-class OneProcess:
-    """A process alone: it takes all rows."""
-
-    rank, size, leads = 0, 1, True
-    backend: str | None = None
-    parts: int | None = None
-
-    def part_of(self, rank: int) -> str:
-        return ""
-
-    def my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
-        return joined(chunks)
-
-    def meet(self, what: str) -> None:
-        pass
-
-    def agreed(self, what: str, numbers: Callable[[], list[int]]) -> list[int]:
-        return numbers()
-
-    def gathered(self, what: str, own: Arrays) -> list[Arrays]:
-        return [own]
-
-    def texts(self, what: str, text: str) -> list[str]:
-        return [text]
-
-    def broadcast(self, what: str, arrays: Arrays) -> Arrays:
-        return arrays
-
-    def collect(
-        self, what: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
-    ) -> None:
-        pass
-
-    def reduce(self, what: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
-        return state()
-
-    def together(self, what: str, compute: Callable[[], Result]) -> Result:
         return compute()
 
     def spent(self) -> tuple[float, float]:
+        """Seconds that this process has computed in `together`, and that it has waited for others there."""
         return 0.0, 0.0
+
+
+class OneProcess(Processes):
+    """A process alone."""
 
 
 class RowPart(OneProcess):

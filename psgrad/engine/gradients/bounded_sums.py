@@ -100,9 +100,7 @@ def _sums_of_values(
     """The sums over blocks of samples, from values in the precision of the factors."""
     elements, kind = gradient.shape.numel(), accumulating_dtype(gradient.terms[0].term.dtype)
     for block in blocks(len(weights), 3 * kind.itemsize * elements, gradient.device):
-        value = (
-            in_type(gradient, block, kind).materialise().double().reshape(block.stop - block.start, elements)
-        )
+        value = gradient.at(block, kind).materialise().double().reshape(block.stop - block.start, elements)
         limited = weights[block]
         if norms is not None:
             limited = reduced(limited, norms[block], square_norm(value).sqrt())
@@ -117,17 +115,11 @@ def _sums_of_products(
     step = max(1, ROWS // max(placed.term.summands for placed in gradient.terms))
     for start in range(0, len(weights), step):
         piece = slice(start, min(start + step, len(weights)))
-        exact = in_type(gradient, piece, torch.float64)
+        exact = gradient.at(piece, torch.float64)
         limited = weights[piece]
         if norms is not None:
             limited = reduced(limited, norms[piece], square_norms([exact])[0].sqrt())
         yield exact.weighted_sum(limited)
-
-
-def in_type(gradient: DeferredGradient, samples: slice, kind: torch.dtype) -> DeferredGradient:
-    """The gradient of some samples with its factors cast to this type, in which they are multiplied."""
-    terms = tuple(placed.at(samples, kind) for placed in gradient.terms)
-    return DeferredGradient(terms, gradient.shape, kind, gradient.device)
 
 
 def reduced(weights: torch.Tensor, norms: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -75,9 +75,12 @@ class DeferredGradient:
         """[count, *shape]"""
         return torch.zeros(count, *self.shape, dtype=self.dtype, device=self.device)
 
-    def at(self, samples: slice | torch.Tensor) -> DeferredGradient:
-        """The gradient of some of the samples: a slice of n, or their numbers [k]."""
-        return self.with_terms([placed.at(samples) for placed in self.terms])
+    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> DeferredGradient:
+        """The gradient of some of the samples: a slice of n, or their numbers [k]; with its factors cast to
+        `dtype`, in which they are multiplied, if it is given.
+        """
+        terms = tuple(placed.at(samples, dtype) for placed in self.terms)
+        return replace(self, terms=terms, dtype=dtype or self.dtype)
 
     def describe(self) -> str:
         """The orders of contraction of its norms, in words."""
@@ -167,7 +170,7 @@ SampleIndices = torch.Tensor
 
 
 class GroupedGradient(DeferredGradient):
-    """The gradients of several groups of samples in one parameter.
+    """The gradients of several groups of samples in one parameter. It has no terms of its own.
 
     Attributes:
         groups: the places of each group's samples, and their gradients.
@@ -180,20 +183,8 @@ class GroupedGradient(DeferredGradient):
         parts = tuple(groups)
         first, count = parts[0][1], sum(len(places) for places, _ in parts)
         vars(self).update(
-            groups=parts, count=count, shape=first.shape, dtype=first.dtype, device=first.device
+            groups=parts, terms=(), count=count, shape=first.shape, dtype=first.dtype, device=first.device
         )
-
-    @cached_property
-    def terms(self) -> tuple[Placed, ...]:  # type: ignore[override]
-        """The terms of all groups, each padded with zeros to all samples. Exact, but each group then costs as
-        much as all samples: queries that can work by groups do not use it.
-        """
-        each = [
-            Placed(placed.term.among(places, self.count), placed.layout)
-            for places, gradient in self.groups
-            for placed in gradient.terms
-        ]
-        return tuple(merged(each))
 
     @property
     def is_zero(self) -> bool:
@@ -203,7 +194,7 @@ class GroupedGradient(DeferredGradient):
     def factors(self) -> list[torch.Tensor]:
         return [factor for _, gradient in self.groups for factor in gradient.factors]
 
-    def at(self, samples: slice | torch.Tensor) -> DeferredGradient:
+    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> DeferredGradient:
         wanted = torch.arange(self.count, device=self.device)[samples]
         place, owner = torch.empty(2, self.count, dtype=torch.int64, device=self.device)
         for number, (places, _) in enumerate(self.groups):
@@ -212,9 +203,9 @@ class GroupedGradient(DeferredGradient):
         for number, (_, gradient) in enumerate(self.groups):
             here = torch.nonzero(owner[wanted] == number).squeeze(1)
             if len(here):
-                parts.append((here, gradient.at(place[wanted[here]])))
+                parts.append((here, gradient.at(place[wanted[here]], dtype)))
         if not parts:
-            return self.groups[0][1].at(wanted)
+            return self.groups[0][1].at(wanted, dtype)
         return parts[0][1] if len(parts) == 1 else GroupedGradient(parts)
 
     def mapped(self, change: Callable[[DeferredGradient], DeferredGradient]) -> DeferredGradient:

@@ -220,9 +220,8 @@ def cross_products(a: Placed, b: Placed) -> torch.Tensor:
     for one, other in ((a, b), (b, a)):
         if (products := one.term.placed_products(one.layout, other)) is not None:
             return products
-    straight = oriented(a), oriented(b)
-    if straight[0] is not None and straight[1] is not None:
-        x, y = straight[0].simplified(), straight[1].simplified()
+    x, y = oriented(a), oriented(b)
+    if x is not None and y is not None:
         for first, second in ((x, y), (y, x)):
             if (products := first.cross_products(second)) is not None:
                 return products

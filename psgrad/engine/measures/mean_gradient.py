@@ -14,7 +14,7 @@ import torch
 
 from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.gradients.deferred import DeferredGradient, Placed
+from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.gradients.terms import CANCELLATION, accumulating, accumulating_dtype
 from psgrad.engine.measures.measure import Arrays, Measure, Setting, finite_rows, require_classes
@@ -199,8 +199,7 @@ class MeanGradient(Measure):
             return distances
         total = torch.zeros(len(close), dtype=torch.float64, device=self.device)
         for name, gradient in gradients.gradients.items():
-            terms = tuple(Placed(each.term.at(close, torch.float64), each.layout) for each in gradient.terms)
-            wide = DeferredGradient(terms, gradient.shape, torch.float64, gradient.device)
+            wide = gradient.at(close, torch.float64)
             part, mean = PerSampleGradients({name: wide}, total), self._wide[name]
             total += part.square_norms() - 2 * part.dot({name: mean}) + mean.square().sum()
         distances[close] = total

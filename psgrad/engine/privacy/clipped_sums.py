@@ -45,7 +45,6 @@ from psgrad.engine.gradients import (
     per_sample_gradients,
     per_sample_weighted_sum,
 )
-from psgrad.engine.gradients.bounded_sums import in_type
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.per_sample import BatchPass, SamplesDisagree
 from psgrad.engine.gradients.terms import square_norm
@@ -385,4 +384,4 @@ def _in_float64(gradient: DeferredGradient) -> torch.Tensor:
     """[1, *shape], multiplied and summed in float64."""
     if gradient.is_zero:
         return torch.zeros(1, *gradient.shape, dtype=torch.float64, device=gradient.device)
-    return in_type(gradient, slice(None), torch.float64).materialise()
+    return gradient.at(slice(None), torch.float64).materialise()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from psgrad.commands.plan import plan_run
 from psgrad.engine.execution.bucket_plan import plan_buckets, positions_of
 from psgrad.engine.execution.buckets import ModelSize
 from psgrad.engine.execution.examples import Examples
@@ -184,18 +182,6 @@ def test_some_samples_of_bucketed_gradients(samples: Any) -> None:
     assert found.materialise()["unused.weight"].shape == (len(rows), 2, 2)
 
 
-def test_terms_of_bucketed_gradients_are_those_of_all_samples() -> None:
-    """What a query that knows no groups gets."""
-    for kind in ("mean", "llama", "conv"):
-        ragged = case(kind)
-        found, rows = gradients_in_buckets(ragged)
-        for name, value in ragged.gradients(rows).items():
-            gradient = found.gradients[name]
-            whole = gradient.with_terms(list(gradient.terms))
-            if whole.terms:
-                assert_close(whole.materialise(), value)
-
-
 @pytest.mark.parametrize("kind", ["mean", "bert", "gpt2", "lstm"])
 def test_bucketed_gradients_in_float32(kind: str) -> None:
     ragged = case(kind, torch.float32)
@@ -319,27 +305,6 @@ def test_bucket_that_runs_out_of_memory_is_halved_and_others_stay_done(
     assert stream.retries == 1 + factors
     assert stream.ragged.tokens == 36
     assert "8 rows of up to 9 positions" in said[-1]
-
-
-@pytest.mark.long
-def test_plan_of_ragged_rows() -> None:
-    ragged = case("lstm")
-    plan = plan_run(ragged.stream(ragged.rows([8, 8, 2, 2, 2, 2, 4, 4]), chunk_size=4), 80)
-    assert plan.seconds == pytest.approx(80 / 4 * plan.chunk_seconds)
-    assert not plan.replayed
-    assert plan.replay_reason == "rows differ in length, and the model does not ignore padding"
-
-
-@pytest.mark.long
-def test_plan_of_ragged_texts_that_are_replayed() -> None:
-    ragged = case("bert")
-    ragged = replace(ragged, ragged=replace(ragged.ragged, limit=40))
-    stream = ragged.stream(
-        ragged.rows([8, 8, 12, 12, 20, 22, 14, 14]), chunk_size=4, model_size=ModelSize(10**6, 1)
-    )
-    plan = plan_run(stream, 80)
-    assert plan.replayed
-    assert plan.replay_reason == "20 chunks of rows padded to few lengths are worth a program"
 
 
 def test_ragged_row_that_fails_is_named() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -209,32 +208,6 @@ def test_blocks_run_again_when_memory_has_run_out() -> None:
     assert recompute.switch_on()
     assert recompute.on
     assert not recompute.switch_on()
-
-
-PAGES = """
-import torch
-from psgrad.engine.execution.memory import give_freed_memory_back
-give_freed_memory_back()
-kept = torch.ones(1 << 26, dtype=torch.uint8)
-print(open("/proc/self/smaps_rollup").read())
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    not re.search(
-        r"\[(always|madvise)\]",
-        memory_file.read_text()
-        if (memory_file := Path("/sys/kernel/mm/transparent_hugepage/enabled")).exists()
-        else "",
-    ),
-    reason="no large pages here",
-)
-def test_memory_that_is_given_back_has_large_pages() -> None:
-    said = subprocess.run([sys.executable, "-c", PAGES], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"AnonHugePages:\s+(\d+) kB", said)
-    assert found is not None
-    assert int(found[1]) >= 1 << 15  # half of it: memory may be in pieces
 
 
 @pytest.mark.sweep

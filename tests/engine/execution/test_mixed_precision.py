@@ -232,35 +232,6 @@ def test_a_loss_sees_float32(device: torch.device) -> None:
     assert seen == [torch.float32]
 
 
-def test_a_loss_that_fails_leaves_autocast_off(device: torch.device) -> None:
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        raise ValueError("no")
-
-    objective = Objective(nn.Linear(6, 3).to(device), loss, autocast=HALF)
-    with pytest.raises(ValueError, match="no"):
-        per_sample_gradients(
-            objective.loss,
-            objective.params,
-            (torch.randn(2, 6, device=device),),
-            torch.zeros(2),
-            has_aux=True,
-        )
-    assert not torch.is_autocast_enabled(device.type)
-
-
-def test_a_loss_in_halves_comes_as_float32(device: torch.device) -> None:
-    objective = Objective(
-        nn.Linear(6, 3).to(device),
-        lambda output, target: output.sum(),
-        lambda output, target: {"output": output},
-        autocast=HALF,
-    )
-    found = per_sample_gradients(
-        objective.loss, objective.params, (torch.randn(2, 6, device=device),), torch.zeros(2), has_aux=True
-    )
-    assert found.losses.dtype == found.aux["output"].dtype == torch.float32
-
-
 class Rows:
     def __init__(self, count: int) -> None:
         self.inputs, self.target = torch.randn(count, 6), torch.randint(3, (count,))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psgrad.engine.execution.objective import Objective, first
+from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.errors import LossError, ModelError
 from tests.oracles import one_sample_gradients
@@ -86,14 +86,6 @@ def test_whatever_the_model_returns_loses_its_batch_axis(wrap: Any, pick: Any) -
     torch.testing.assert_close(found, one_sample_gradients(model, F.cross_entropy, (inputs,), target))
 
 
-def test_first_leaves_what_has_no_batch_axis() -> None:
-    assert first(torch.tensor(3.0)).shape == ()
-    assert first(torch.zeros(4, 2)).shape == (4, 2)
-    assert first("text") == "text"
-    assert first(None) is None
-    assert isinstance(first(Record(logits=torch.zeros(1, 2))), Record)
-
-
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
@@ -115,52 +107,10 @@ def test_a_loss_that_is_no_real_number_is_refused(loss: Any, words: str) -> None
     assert failure.value.exit_code == 3
 
 
-def test_frozen_parameters_have_no_part() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    model[0].requires_grad_(False)
-    assert list(Objective(model, F.cross_entropy).params) == ["1.weight", "1.bias"]
-
-
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     for model in (nn.Linear(4, 3).requires_grad_(False), nn.ReLU()):
         with pytest.raises(ModelError, match="no parameter that requires a gradient"):
             Objective(model, F.cross_entropy)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.embedding(tokens))).sum(1)
-
-
-def test_tied_parameters_go_by_their_first_name_and_both_uses_count() -> None:
-    model, tokens, target = Tied().double(), torch.randint(7, (5, 3)), torch.randint(7, (5,))
-    found = grads_of(Objective(model, F.cross_entropy), (tokens,), target).materialise()
-    assert list(found) == ["embedding.weight"]
-    torch.testing.assert_close(found, one_sample_gradients(model, F.cross_entropy, (tokens,), target))
-
-
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.vectors, self.kinds = nn.Linear(4, 3), nn.Embedding(5, 3)
-
-    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
-        return self.vectors(x) * self.kinds(kind)
-
-
-def test_several_inputs_come_in_their_order() -> None:
-    model, inputs, target = (
-        TwoInputs().double(),
-        (torch.randn(5, 4, dtype=torch.float64), torch.randint(5, (5,))),
-        torch.randint(3, (5,)),
-    )
-    found = grads_of(Objective(model, F.cross_entropy), inputs, target).materialise()
-    torch.testing.assert_close(found, one_sample_gradients(model, F.cross_entropy, inputs, target))
 
 
 def test_without_a_target_the_loss_gets_none() -> None:

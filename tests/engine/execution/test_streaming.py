@@ -276,21 +276,6 @@ def test_one_chunk_that_fails_leaves_the_next_ones_as_large_as_before(model: nn.
 
 
 @pytest.mark.long
-def test_a_size_that_fails_twice_in_a_row_is_given_up(model: nn.Module) -> None:
-    table = Table(300)
-    room = Room(table, lambda row: 7 if row >= 128 else 64)
-    stream, found = in_a_room(model, table, room, 64, 300)
-    # 64 fails, then 32, 16 and 8; a second 8 fails, and nothing as large is tried from there on
-    assert room.tried[2:12] == [
-        *((128, 128 + size) for size in (64, 32, 16, 8, 4)),
-        *((132, 136), (136, 144), (136, 140), (140, 144), (144, 148)),
-    ]
-    assert {last - first for first, last in room.tried[12:]} == {4}
-    assert found["row"].tolist() == list(range(300))
-    assert (stream.chunk_size, stream.retries) == (4, 5)
-
-
-@pytest.mark.long
 def test_a_row_that_fails_alone_has_one_more_try(model: nn.Module) -> None:
     table = Table()
     room = Room(table, lambda row: 1)

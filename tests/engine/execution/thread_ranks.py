@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from psgrad.engine.execution.ranks import Arrays, joined
+from psgrad.engine.execution.ranks import Arrays, Processes, joined
 from psgrad.errors import DistributedError, PsgradError
 
 Result = TypeVar("Result")
@@ -18,10 +18,10 @@ class _Shared:
         self.barrier, self.turn = threading.Barrier(size, timeout=20), threading.Lock()
 
 
-class ThreadRank:
+class ThreadRank(Processes):
     """See `Processes`."""
 
-    parts, backend = None, "threads"
+    backend = "threads"
 
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank, self.size, self.leads, self._shared = rank, shared.size, rank == 0, shared
@@ -72,9 +72,6 @@ class ThreadRank:
             if error is not None:
                 raise error
         return result  # type: ignore[return-value]
-
-    def spent(self) -> tuple[float, float]:
-        return 0.0, 0.0
 
     def _require_between_passes(self, what: str) -> None:
         if self._computing:

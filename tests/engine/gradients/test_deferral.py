@@ -146,10 +146,8 @@ RECURRENT = dict.fromkeys(("weight_ih_l0", "weight_hh_l0"), "Product")
 PROGRAMS: dict[str, Program] = {
     # -- parts of a weight
     "rows": of(lambda x, w: F.linear(x, w[1:4]), w=(6, 4), kinds={"w": "Product"}),
-    "one row": of(lambda x, w: x * w[1], w=(6, 4), kinds={"w": "Dense"}),
     "one matrix of a stack": of(lambda x, w: F.linear(x, w[1]), w=(3, 5, 4), kinds={"w": "Product"}),
     "columns": of(lambda x, w: F.linear(x, w[:, 1:5]), w=(5, 8), kinds={"w": "Product"}),
-    "columns of rows": of(lambda x, w: F.linear(x, w[1:4, 2:6]), w=(6, 8), kinds={"w": "Product"}),
     "rows of a transpose": of(lambda x, w: F.linear(x, w.t()[1:4]), w=(4, 6), kinds={"w": "Product"}),
     "rows, reshaped": of(lambda x, w: F.linear(x, w.view(2, 3, 4)[1]), w=(6, 4), kinds={"w": "Image"}),
     "overlapping rows": of(
@@ -171,7 +169,6 @@ PROGRAMS: dict[str, Program] = {
         w=(5, 6),
         kinds={"w": "Product + Product"},
     ),
-    "one part of a split": of(lambda x, w: F.linear(x, w.split([2, 4])[1]), w=(6, 4), kinds={"w": "Product"}),
     "unbind": of(
         lambda x, w: torch.stack([F.linear(x, p) for p in w.unbind()]).prod(0),
         w=(2, 5, 4),
@@ -180,18 +177,11 @@ PROGRAMS: dict[str, Program] = {
     "heads of a projection": of(
         lambda x, w: F.linear(x, w.view(2, 3, 4)[:, :2].flatten(0, 1)), w=(6, 4), kinds={"w": "Image"}
     ),
-    "narrow": of(lambda x, w: F.linear(x, w.narrow(0, 1, 2)), w=(6, 4), kinds={"w": "Product"}),
     # -- joined weights
     "concatenated": of(
         lambda x, v, w: F.linear(x, torch.cat([v, w])),
         v=(2, 4),
         w=(3, 4),
-        kinds={"v": "Product", "w": "Product"},
-    ),
-    "concatenated columns": of(
-        lambda x, v, w: F.linear(x, torch.cat([v, w], 1)),
-        v=(5, 1),
-        w=(5, 3),
         kinds={"v": "Product", "w": "Product"},
     ),
     "stacked": of(
@@ -204,14 +194,9 @@ PROGRAMS: dict[str, Program] = {
     # -- relabelled
     "transpose": of(lambda x, w: x @ w, (2, 4), w=(4, 5), kinds={"w": "Product"}),
     "from a vector": of(lambda x, w: F.linear(x, w.view(5, 4)), w=(20,), kinds={"w": "Product"}),
-    "expanded": of(lambda x, w: F.linear(x, w.expand(5, 4)), w=(1, 4), kinds={"w": "Dense"}),
     "repeated": of(lambda x, w: F.linear(x, w.repeat(2, 1)), (3, 4), w=(3, 4), kinds={"w": "Dense"}),
-    "repeated by view": of(
-        lambda x, w: F.linear(x, w.expand(2, 3, 4).reshape(6, 4)), (3, 4), w=(3, 4), kinds={"w": "Dense"}
-    ),
     "flipped": of(lambda x, w: F.linear(x, w.flip(0)), w=(5, 4), kinds={"w": "Image"}),
     "flipped table": looking_up(lambda i, w: F.embedding(i, w.flip(0)), 3, w=(5, 4), kinds={"w": "Image"}),
-    "flipped mask": of(lambda x, w: F.linear(x, (w * MASK).flip(1)), w=(5, 4), kinds={"w": "Image"}),
     # -- sums and products with what is shared
     "sum of two": of(
         lambda x, v, w: F.linear(x, v + w), v=(5, 4), w=(5, 4), kinds={"v": "Product", "w": "Product"}
@@ -220,30 +205,15 @@ PROGRAMS: dict[str, Program] = {
     "sum with a row": of(
         lambda x, v, w: F.linear(x, v + w), v=(5, 4), w=(4,), kinds={"v": "Product", "w": "Dense"}
     ),
-    "alpha": of(
-        lambda x, v, w: F.linear(x, torch.sub(v, w, alpha=2)),
-        v=(5, 4),
-        w=(5, 4),
-        kinds={"v": "Product", "w": "Product"},
-    ),
     "times a number": of(lambda x, w: F.linear(x, w * 0.5), w=(5, 4), kinds={"w": "Product"}),
     "times a column": of(lambda x, w: F.linear(x, w * COLUMN[:, None]), w=(5, 4), kinds={"w": "Product"}),
-    "over a column": of(
-        lambda x, w: F.linear(x, w / (3 + COLUMN[:, None])), w=(5, 4), kinds={"w": "Product"}
-    ),
     "times a column of parameters": of(
         lambda x, w, s: F.linear(x, s * w), w=(5, 4), s=(5, 1), kinds={"w": "Product", "s": "Dense"}
-    ),
-    "times a row of parameters": of(
-        lambda x, w, s: F.linear(x, s * w), (3, 4), w=(5, 4), s=(4,), kinds={"w": "Product", "s": "Dense"}
     ),
     "times a scalar parameter": of(
         lambda x, w, s: F.linear(x, s * w), (3, 4), w=(5, 4), s=(), kinds={"w": "Product", "s": "Dense"}
     ),
     "times a mask": of(lambda x, w: F.linear(x, w * MASK), w=(5, 4), kinds={"w": "Image"}),
-    "times a mask at positions": of(
-        lambda x, w: F.linear(x, w * MASK), (9, 4), w=(5, 4), kinds={"w": "Dense"}
-    ),
     "times a mask, and whole": of(
         lambda x, w: F.linear(x, w * MASK) * F.linear(x, w),
         (2, 4),
@@ -253,7 +223,6 @@ PROGRAMS: dict[str, Program] = {
     "masked fill": of(
         lambda x, w: F.linear(x, w.masked_fill(MASK.bool(), 0.0)), w=(5, 4), kinds={"w": "Image"}
     ),
-    "where": of(lambda x, w: F.linear(x, torch.where(MASK.bool(), w, 1.0)), w=(5, 4), kinds={"w": "Image"}),
     "lower triangle": of(lambda x, w: F.linear(x, w.tril()), w=(4, 4), kinds={"w": "Image"}),
     "Hadamard product of two": of(
         lambda x, v, w: F.linear(x, v * w), v=(5, 4), w=(5, 4), kinds={"v": "Image", "w": "Image"}
@@ -304,22 +273,12 @@ PROGRAMS: dict[str, Program] = {
     ),
     "nothing but the weight": of(lambda x, w: w.square(), w=(5, 4), kinds={"w": "Image"}),
     "by broadcasting": of(lambda x, w: (w * x).sum(-1), (4,), w=(5, 4), kinds={"w": "Product"}),
-    "by broadcasting at positions": of(
-        lambda x, w: (w * x.unsqueeze(1)).sum(-1), (3, 4), w=(5, 4), kinds={"w": "Dense"}
-    ),
-    "the weight alone": of(lambda x, w: w.square().sum() * x.sum(), w=(5, 4), kinds={"w": "Image"}),
     # -- other contractions
     "experts": of(lambda x, w: torch.bmm(x, w), (2, 3, 4), w=(2, 4, 5), kinds={"w": "Product"}),
-    "one for all experts": of(
-        lambda x, w: torch.bmm(x, w.expand(2, 4, 5)), (2, 3, 4), w=(4, 5), kinds={"w": "Dense"}
-    ),
     "batched matrices by einsum": of(
         lambda x, w: torch.einsum("i,hio->ho", x, w), w=(2, 4, 3), kinds={"w": "Product"}
     ),
     "bilinear form": of(lambda x, w: torch.einsum("i,ij,j->", x, w, x), w=(4, 4), kinds={"w": "Product"}),
-    "bilinear by einsum": of(
-        lambda x, y, w: torch.einsum("i,ijk,k->j", x, w, y), (4,), (3,), w=(4, 5, 3), kinds={"w": "Product"}
-    ),
     "bilinear": of(lambda x, y, w: F.bilinear(x, y, w), (4,), (3,), w=(5, 4, 3), kinds={"w": "Product"}),
     "matrix and kernel": of(
         lambda x, w: F.conv2d(x, w.view(5, 4, 1, 1)).flatten(1).sum(1) + F.linear(x.mean((1, 2)), w),
@@ -341,12 +300,6 @@ PROGRAMS: dict[str, Program] = {
     ),
     "kernel times a column": of(
         lambda x, w: F.conv1d(x, w * COLUMN[:, None, None]), (2, 6), w=(5, 2, 3), kinds={"w": "Convolution"}
-    ),
-    "kernel times a mask, grouped": of(
-        lambda x, w: F.conv1d(x, w * MASK[:4, None, :3], groups=2),
-        (2, 6),
-        w=(4, 1, 3),
-        kinds={"w": "Dense"},
     ),
     "kernel times a column, grouped": of(
         lambda x, w: F.conv1d(x, w * COLUMN[:4, None, None], groups=2),
@@ -401,20 +354,9 @@ PROGRAMS: dict[str, Program] = {
     "rows by a shared index": of(
         lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0, 5])]), w=(6, 4), kinds={"w": "Image"}
     ),
-    "index_select": of(
-        lambda x, w: F.linear(x, w.index_select(0, torch.tensor([2, 0, 5]))), w=(6, 4), kinds={"w": "Image"}
-    ),
-    "columns by a shared index": of(
-        lambda x, w: F.linear(x, w[:, torch.tensor([2, 0, 0, 5])]), w=(5, 6), kinds={"w": "Image"}
-    ),
     "table": looking_up(lambda i, w: F.embedding(i, w), 3, w=(5, 4), kinds={"w": "Rows"}),
-    "padded table": looking_up(
-        lambda i, w: F.embedding(i, w, padding_idx=1), 3, w=(5, 4), kinds={"w": "Rows"}
-    ),
     "table by indexing": looking_up(lambda i, w: w[i], 3, w=(5, 4), kinds={"w": "Rows"}),
-    "table by index_select": looking_up(lambda i, w: w.index_select(0, i), 3, w=(5, 4), kinds={"w": "Rows"}),
     "columns by the sample's index": looking_up(lambda i, w: w[:, i], 3, w=(4, 5), kinds={"w": "Rows"}),
-    "elements by indices": looking_up(lambda i, w: w[i, i.flip(0)], 3, w=(5, 6), kinds={"w": "Rows"}),
     "table behind a matrix": looking_up(
         lambda i, w, v: F.embedding(i, w @ v), 3, w=(5, 2), v=(2, 3), kinds={"w": "Rows", "v": "Product"}
     ),
@@ -449,13 +391,6 @@ PROGRAMS: dict[str, Program] = {
         lambda i, w: F.embedding(i, w).tanh() @ w.t(), 3, w=(5, 4), kinds={"w": "Product + Rows"}
     ),
     "bags": looking_up(lambda i, w: F.embedding_bag(i, w, mode="sum"), 2, 3, w=(5, 4), kinds={"w": "Rows"}),
-    "bags, mean": looking_up(
-        lambda i, w: F.embedding_bag(i, w, mode="mean", padding_idx=2),
-        2,
-        3,
-        w=(5, 4),
-        kinds={"w": "Rows"},
-    ),
     "bags, max": looking_up(
         lambda i, w: F.embedding_bag(i, w, mode="max"), 2, 3, w=(5, 4), kinds={"w": "Rows"}
     ),
@@ -485,13 +420,6 @@ PROGRAMS: dict[str, Program] = {
         (3, 4),
         w=(5, 4),
         kinds={"w": "Product"},
-    ),
-    "scaled in float32": of(
-        lambda x, w, s: F.linear(x.float(), w.float() * s.float()).double(),
-        (3, 4),
-        w=(5, 4),
-        s=(),
-        kinds={"w": "Product", "s": "Dense"},
     ),
     "masked in float32": of(
         lambda x, w: F.linear(x.float(), w.float() * MASK.float()).double() + F.linear(x, w),
@@ -524,13 +452,8 @@ PROGRAMS: dict[str, Program] = {
         kinds={"self_attn.in_proj_weight": "Product", "linear1.weight": "Product", "norm1.weight": "Dense"},
     ),
     "LSTM": module(lambda: nn.LSTM(3, 2, batch_first=True), (4, 3), kinds=RECURRENT),
-    "GRU": module(lambda: nn.GRU(3, 2, batch_first=True), (4, 3), kinds=RECURRENT),
-    "RNN": module(lambda: nn.RNN(3, 2, batch_first=True), (4, 3), kinds=RECURRENT),
     "LSTM cells": module(
         lambda: Cells(nn.LSTMCell), (3, 3), kinds={"cell.weight_ih": "Product", "cell.weight_hh": "Product"}
-    ),
-    "GRU cells": module(
-        lambda: Cells(nn.GRUCell), (3, 3), kinds={"cell.weight_ih": "Product", "cell.weight_hh": "Product"}
     ),
     "torch's weight norm": module(
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
@@ -541,17 +464,10 @@ PROGRAMS: dict[str, Program] = {
             "bias": "Dense",
         },
     ),
-    "torch's old weight norm": module(
-        lambda: torch.nn.utils.weight_norm(nn.Linear(4, 3)),
-        (2, 4),
-        kinds={"weight_g": "Dense", "weight_v": "Image + Product"},
-    ),
     "spectral norm": module(
         spectral_norm, (2, 4), kinds={"parametrizations.weight.original": "Image + Product"}
     ),
     "tied model": module(TiedModel, (5,), kinds={"embedding.weight": "Product + Rows"}),
-    "layer norm": module(lambda: nn.LayerNorm(4), (3, 4), kinds={"weight": "Dense", "bias": "Dense"}),
-    "group norm": module(lambda: nn.GroupNorm(2, 4), (4, 3), kinds={"weight": "Dense", "bias": "Dense"}),
 }
 
 

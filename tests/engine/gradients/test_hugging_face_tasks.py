@@ -175,16 +175,3 @@ def test_padding_before_the_text_needs_position_ids_and_no_loss_at_its_first_tok
     first = before["attention_mask"].cumsum(1) == 1
     assert (before["labels"][first & (before["attention_mask"] == 1)] == -100).all()
     assert_rows_are_those_alone(case, torch.float64, before)
-
-
-def test_padding_before_the_text_without_position_ids() -> None:
-    """Absolute positions are those of other words then."""
-    case = CASES[0]
-    rows = case.rows(torch.float64)
-    batch = padded([{**row, "input_ids": row["input_ids"].flip(0)} for row in rows], 0)
-    before = {name: value.flip(1) if value.dim() > 1 else value for name, value in batch.items()}
-    alone = rows_alone(case.build(torch.float64), rows, {})
-    changed = rows_alone(case.build(torch.float64), rows_of(before), {})
-    error = (changed - alone).norm(dim=1) / alone.norm(dim=1)
-    assert error[1] < 1e-12
-    assert error[0] > 0.01

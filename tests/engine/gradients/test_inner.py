@@ -261,47 +261,6 @@ def test_inner_products_beyond_float32_range(kind: str, scale: float, other_scal
             assert error(gradients_of(one, shape).gram(), one, one) <= 1e-5, way
 
 
-@pytest.mark.parametrize("way", [GRAM, VALUES])
-def test_inner_products_samples_of_all_magnitudes(way: str) -> None:
-    """Zeros, and numbers from the smallest to the largest of float32, in one batch, at one position and at
-    several.
-    """
-    sizes = torch.tensor([0.0, 1e-40, 1e-30, 1e-20, 1e-10, 1.0, 1e10, 1e20, 1e30])
-    for positions in (1, 3):
-        left, right = (
-            torch.randn(9, 1, positions, 4) * sizes.reshape(-1, 1, 1, 1),
-            torch.randn(9, 1, positions, 5),
-        )
-        one, other = (Product(left, right),), (Product(right, left.flip(0)),)
-        other = (Product(left.flip(0), right),)
-        with in_way(way):
-            result = gradients_of(one, (4, 5)).inner(gradients_of(other, (4, 5)))
-        assert error(result, one, other) <= 1e-5
-        assert not result[0].any()
-        assert not result[:, -1].any()
-
-
-@pytest.mark.parametrize("way", [GRAM, VALUES])
-@pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_inner_products_positions_of_unlike_magnitude(way: str, size: float) -> None:
-    """What one factor lacks at a position the other has."""
-    left, right = torch.randn(4, 1, 2, 5), torch.randn(4, 1, 2, 6)
-    left[:, :, 0] *= size
-    right[:, :, 0] /= size
-    term = (Product(left, right),)
-    with in_way(way):
-        assert error(gradients_of(term, (5, 6)).gram(), term, term) <= 1e-5
-
-
-@pytest.mark.parametrize("way", [GRAM, VALUES])
-@pytest.mark.parametrize("size", [1e-14, 1e14])
-@pytest.mark.parametrize("positions", [1, 3])
-def test_inner_products_both_factors_far_from_one(way: str, size: float, positions: int) -> None:
-    term = (Product(size * torch.randn(4, 1, positions, 5), size * torch.randn(4, 1, positions, 6)),)
-    with in_way(way):
-        assert error(gradients_of(term, (5, 6)).gram(), term, term) <= 1e-5
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rest", [0.3, 1e-2, 1e-3])
 def test_inner_products_cancelling_uses_of_a_tied_table(way: str, rest: float) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -277,103 +276,7 @@ def test_projection_half_precision(dtype: torch.dtype) -> None:
         assert_close(result, projected(projection, {"p": exact}), 1e-5)
 
 
-# -- What they estimate --------------------------------------------------------------------------------------
-
-SEEDS = 1000
-NOISE = torch.randn(4, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-X, Y = NOISE[0], NOISE[0] + 0.7 * NOISE[1]
-LEFTS, RIGHTS = (
-    torch.stack([X[:12], Y[:12]]),
-    torch.stack([NOISE[2, :10], NOISE[2, :10] + 0.5 * NOISE[3, :10]]),
-)
-
-
-def estimates(projection: Projection) -> tuple[Tensor, Tensor]:
-    """For many seeds (<Px, Py>, exact inner product): x and y are spread over a vector and a matrix of one
-    position.
-    """
-    two = torch.stack([X, Y])
-    gradients = PerSampleGradients(
-        {
-            "vector": gradients_of([Placed.plain(Dense(two))], 2).gradients["p"],
-            "matrix": DeferredGradient.of(Product(LEFTS[:, None, None], RIGHTS[:, None, None]), (12, 10)),
-        },
-        torch.zeros(2),
-    )
-    result = torch.stack(
-        [torch.dot(*gradients.project(replace(projection, seed=seed)).unbind()) for seed in range(SEEDS)]
-    )
-    return result, torch.dot(X, Y) + torch.dot(*LEFTS.unbind()) * torch.dot(*RIGHTS.unbind())
-
-
-def errors_in_mean(found: Tensor, exact: Tensor) -> float:
-    """How many standard errors the mean is off."""
-    return ((found.mean() - exact) / (found.std() / math.sqrt(SEEDS))).abs().item()
-
-
-def errors_in_variance(found: Tensor, variance: Tensor) -> float:
-    squares = (found - found.mean()).square()
-    return ((squares.mean() - variance) / (squares.std() / math.sqrt(SEEDS))).abs().item()
-
-
-def of_signs(x: Tensor, y: Tensor) -> Tensor:
-    """k Var <Px, Py> of random signs."""
-    return (
-        x.square().sum() * y.square().sum() + torch.dot(x, y).square() - 2 * (x.square() * y.square()).sum()
-    )
-
-
-def of_normals(x: Tensor, y: Tensor) -> Tensor:
-    return x.square().sum() * y.square().sum() + torch.dot(x, y).square()
-
-
-def whole() -> tuple[Tensor, Tensor]:
-    matrices = torch.einsum("na,nb->nab", LEFTS, RIGHTS).flatten(1)
-    both = torch.cat([torch.stack([X, Y]), matrices], 1)
-    return both[0], both[1]
-
-
-def of_segments(x: Tensor, y: Tensor, size: int) -> Tensor:
-    """k Var <Px, Py> of an order for each segment: nothing meets within one."""
-    parts = ((x[:50], y[:50]), (x[50:], y[50:]))
-    inside = sum(
-        of_normals(a, b) for part in parts for a, b in zip(*(z.split(size) for z in part), strict=True)
-    )
-    return of_normals(x, y) - inside
-
-
-def of_kronecker(left: int, right: int) -> Tensor:
-    """Var <Px, Py> of the matrix of one position alone, for signs: a product of two independent estimates."""
-    means = [torch.dot(*side.unbind()) for side in (LEFTS, RIGHTS)]
-    variances = [of_signs(*LEFTS.unbind()) / left, of_signs(*RIGHTS.unbind()) / right]
-    return (means[0] ** 2 + variances[0]) * (means[1] ** 2 + variances[1]) - means[0] ** 2 * means[1] ** 2
-
-
-VARIANCES = [
-    (Sparse(8), lambda x, y: of_segments(x, y, 8) / 8),
-    (TwoSided(3, 4), lambda x, y: of_segments(X, Y, 12) / 12 + of_kronecker(3, 4)),
-    # in shared columns the two parameters meet: noise of their norms besides
-    (TwoSided(3, 4, per="total"), None),
-]
-
-
-@pytest.mark.long
-@pytest.mark.every(4)
-@pytest.mark.parametrize(
-    ("projection", "variance"),
-    VARIANCES,
-    ids=lambda x: names_of(x) + x.per if isinstance(x, Projection) else "",
-)
-def test_projection_inner_products_unbiased_with_stated_variance(
-    projection: Projection, variance: object
-) -> None:
-    result, exact = estimates(projection)
-    assert errors_in_mean(result, exact) < 4
-    assert errors_in_mean(1.2 * result, exact) > 4  # a wrong scale is seen
-    if callable(variance):
-        claimed = variance(*whole())
-        assert errors_in_variance(result, claimed) < 4
-        assert errors_in_variance(result, 2 * claimed) > 4
+# -- Their entries -----------------------------------------------------------------------------------------
 
 
 def test_projection_moments_of_entries() -> None:

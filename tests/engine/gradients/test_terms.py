@@ -17,11 +17,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.execution.chunk_replay import ChunkReplay as ChunkReplay  # which makes terms pytrees
 from psgrad.engine.gradients import per_sample_gradients
+from psgrad.engine.gradients.costs import cheapest, norm_order_costs
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import AxisLayout
+from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.square_norms import reliable_square_norms
 from psgrad.engine.gradients.terms import (
+    BLOCK_BYTES,
     Convolution,
     Dense,
     GroupedProduct,
@@ -137,15 +140,9 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 EVERY_KIND = st.one_of(dense(), product(), rows(), grouped(), convolution(), image_of_coefficients(), image())
 
 
-@given(pair=EVERY_KIND, data=st.data())
-def test_term_spread_over_other_samples(pair: tuple[Term, Tensor], data: st.DataObject) -> None:
+@given(pair=EVERY_KIND)
+def test_term_twice_and_as_a_pytree(pair: tuple[Term, Tensor]) -> None:
     term, value = pair
-    places = torch.tensor(data.draw(st.permutations(range(len(value) + 2)))[: len(value)], dtype=torch.int64)
-    spread = term.among(places, len(value) + 2)
-    assert_close(
-        spread.materialise(),
-        torch.zeros(len(value) + 2, *value.shape[1:], dtype=value.dtype).index_copy(0, places, value),
-    )
     assert_close(term.plus([term]).materialise(), 2 * value)
     leaves, structure = tree_flatten(Placed.plain(term))  # as a recorded program's results are
     assert all(isinstance(leaf, Tensor) for leaf in leaves)
@@ -195,6 +192,25 @@ def test_orders_of_contraction_of_groups(positions: int, way: str, monkeypatch: 
     left, right = (torch.randn(4, positions, size, dtype=torch.float64) for size in (90, 70))
     term = GroupedProduct(index, left, right, 3)
     assert_close(term.square_norms(), term.materialise().square().flatten(1).sum(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norm_order_by_number_of_positions(dtype: torch.dtype) -> None:
+    on = machine(torch.device("cpu"))
+
+    def order(positions: int) -> str:
+        return cheapest(
+            norm_order_costs(on, 1, positions, 1024, 1024, dtype, BLOCK_BYTES["cpu"]), BLOCK_BYTES["cpu"]
+        )
+
+    assert (order(1), order(2), order(8), order(64), order(2048), order(8192)) == (
+        "outer product",
+        "gram",
+        "gram",
+        "gram",
+        "materialise",
+        "materialise",
+    )
 
 
 # -- The limits of floating point ----------------------------------------------------------------------------

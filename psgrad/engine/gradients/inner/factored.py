@@ -15,20 +15,31 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from psgrad.engine.gradients.inner.regions import SIDE_BYTES, budget, halves, steps
-from psgrad.engine.gradients.terms import BLOCK_BYTES, Term
+from psgrad.engine.gradients.terms import BLOCK_BYTES, OuterProducts, Product, Rows, Term
 
 # A tile is as wide as possible, but at least this high: matrix products of this shape were measured to be
 # faster than squares.
 _TALL = 256
 
 
-def have_factors(left: Sequence[Term], right: Sequence[Term]) -> bool:
-    """Whether every two terms of aligned sides can be contracted factor by factor."""
-    return all(x.has_tile_products_with(y) or y.has_tile_products_with(x) for x in left for y in right)
+def outer_products(terms: Sequence[Term]) -> list[OuterProducts]:
+    """The terms that are sums of outer products of stored factors."""
+    return [term for term in terms if isinstance(term, OuterProducts)]
+
+
+def have_factors(terms: Sequence[Term]) -> bool:
+    """Whether every two of these aligned terms can be contracted factor by factor."""
+    found = outer_products(terms)
+    return len(found) == len(terms) and len({term.matrix_shape for term in found}) == 1
 
 
 def add_factored(
-    out: torch.Tensor, left: Sequence[Term], right: Sequence[Term], dtype: torch.dtype, *, symmetric: bool
+    out: torch.Tensor,
+    left: Sequence[OuterProducts],
+    right: Sequence[OuterProducts],
+    dtype: torch.dtype,
+    *,
+    symmetric: bool,
 ) -> None:
     """Add the inner products of the sums of terms of both sides to out [n, m] float64; if it is symmetric,
     not to its lower half. Factors are multiplied in `dtype`.
@@ -58,7 +69,7 @@ def _bytes(terms: Sequence[Term], dtype: torch.dtype) -> int:
     )
 
 
-def _add_pair(out: torch.Tensor, x: Term, y: Term, symmetric: bool) -> None:
+def _add_pair(out: torch.Tensor, x: OuterProducts, y: OuterProducts, symmetric: bool) -> None:
     """One pair of terms, in tiles of samples, and of positions where two samples have too many for a tile."""
     n, m = out.shape
     limit = max(1, budget(BLOCK_BYTES, out.device) // (2 * x.dtype.itemsize))
@@ -77,16 +88,15 @@ def _add_pair(out: torch.Tensor, x: Term, y: Term, symmetric: bool) -> None:
                     out[rows, columns] += _tile_products(a, b)
 
 
-def _pieces(term: Term, positions: int) -> Iterator[Term]:
+def _pieces(term: OuterProducts, positions: int) -> Iterator[OuterProducts]:
     for piece in steps(term.sizes[1], positions):
         yield term.at_positions(piece)
 
 
-def _tile_products(x: Term, y: Term) -> torch.Tensor:
+def _tile_products(x: OuterProducts, y: OuterProducts) -> torch.Tensor:
     """[n, m]: the inner products of n samples of one term and m of another."""
-    tile = x.tile_products(y)
-    if tile is not None:
-        return tile
-    tile = y.tile_products(x)
-    assert tile is not None, "have_factors"
-    return tile.t()
+    if isinstance(x, Product):
+        return x.tile_products(y) if isinstance(y, Product) else _tile_products(y, x).t()
+    assert isinstance(x, Rows)
+    assert isinstance(y, Rows | Product)
+    return x.tile_products(y)

@@ -12,12 +12,12 @@ import torch
 
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.inner.factored import add_factored, have_factors
+from psgrad.engine.gradients.inner.factored import add_factored, have_factors, outer_products
 from psgrad.engine.gradients.inner.materialised import LONGEST_SUM, add_by_values, bundled
 from psgrad.engine.gradients.inner.regions import SIDE_BYTES, Region, budget, regions, rows_of
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.square_norms import largest_numbers, square_norms
-from psgrad.engine.gradients.terms import CANCELLATION, Term, accumulating_dtype
+from psgrad.engine.gradients.terms import CANCELLATION, OuterProducts, accumulating_dtype
 
 # Orders of contraction of a region.
 VALUES, GRAM = "values", "gram"
@@ -44,14 +44,13 @@ def _prices(region: Region, dtype: torch.dtype, machine: Machine) -> dict[str, f
     prices = {VALUES: values_seconds(region, dtype, machine)}
     if not _has_orders(region):
         return prices
-    pairs = [(x.term, y.term) for x in region.left for y in region.right]
-    return prices | {GRAM: sum(gram_seconds(x, y, dtype, machine) for x, y in pairs)}
+    left, right = _factors(region)
+    return prices | {GRAM: sum(gram_seconds(x, y, dtype, machine) for x in left for y in right)}
 
 
 def _has_orders(region: Region) -> bool:
     """Whether the region's terms can be contracted in another order than by their values."""
-    left, right = ([placed.term for placed in side] for side in (region.left, region.right))
-    return region.is_aligned and have_factors(left, right)
+    return region.is_aligned and have_factors(region.terms)
 
 
 def _dtype(region: Region) -> torch.dtype:
@@ -59,7 +58,7 @@ def _dtype(region: Region) -> torch.dtype:
     return reduce(torch.promote_types, (accumulating_dtype(term.dtype) for term in region.terms))
 
 
-def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> float:
+def gram_seconds(x: OuterProducts, y: OuterProducts, dtype: torch.dtype, machine: Machine) -> float:
     """The time of two Gram matrices between all positions of all samples (or one and an index), and of the
     sum of their products.
     """
@@ -171,8 +170,9 @@ def _add_by_factors(total: torch.Tensor, region: Region, dtype: torch.dtype, sym
     total += part.masked_fill_(~(finite[0].unsqueeze(1) & finite[-1]), math.nan)
 
 
-def _factors(region: Region) -> tuple[list[Term], list[Term]]:
-    return [placed.term for placed in region.left], [placed.term for placed in region.right]
+def _factors(region: Region) -> tuple[list[OuterProducts], list[OuterProducts]]:
+    left, right = (outer_products([placed.term for placed in side]) for side in (region.left, region.right))
+    return left, right
 
 
 def _by_values(out: torch.Tensor, bundle: list[Region], dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
@@ -222,7 +222,7 @@ def _inaccurate(side: Sequence[Placed], sizes: torch.Tensor, dtype: torch.dtype)
     """bool [n]: whether a sample's products come near the limits of float32, or its positions or terms nearly
     cancel, so that rounding of their products matters. sizes: [factors, n], as of `largest_numbers`.
     """
-    terms = [placed.term for placed in side]
+    terms = outer_products([placed.term for placed in side])
     if dtype == torch.float64:
         return torch.zeros(terms[0].samples, dtype=torch.bool, device=terms[0].device)
     sizes = sizes.double()

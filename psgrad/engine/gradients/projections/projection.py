@@ -155,8 +155,6 @@ class MatrixEntries:
 
 
 Per = Literal["total", "parameter"]
-# Products that are summed in their own precision before the sum goes into float64.
-_TOGETHER = 32
 
 
 class Projection(ABC):
@@ -184,8 +182,10 @@ class Projection(ABC):
         """The number of columns: in all, or with per='parameter' of each parameter."""
 
     @abstractmethod
-    def add(self, sums: Sums, name: str, gradient: DeferredGradient) -> None:
-        """Add a parameter's projected gradients, without `scale`, to sums of `width` columns."""
+    def add(self, sums: torch.Tensor, name: str, gradient: DeferredGradient, dtype: torch.dtype) -> None:
+        """Add a parameter's projected gradients, without `scale`, to sums [n, width] float64. dtype: of the
+        products.
+        """
 
     @property
     @abstractmethod
@@ -257,10 +257,10 @@ class ProjectedRows:
     @torch.no_grad()
     def add(self, name: str, gradient: DeferredGradient) -> None:
         """Project a parameter's gradient."""
-        sums = Sums(self.samples, self.projection.width, self.dtype, self.device)
+        shape = self.samples, self.projection.width
+        sums = self._found[name] = torch.zeros(shape, dtype=torch.float64, device=self.device)
         if gradient.shape.numel():
-            self.projection.add(sums, name, gradient)
-        self._found[name] = sums.total()
+            self.projection.add(sums, name, gradient, self.dtype)
         while self.projection.per == "total" and self._next < len(self._names):
             found = self._found.pop(self._names[self._next], None)
             if found is None:
@@ -278,38 +278,6 @@ class ProjectedRows:
         return (
             torch.cat(rows, 1) if rows else torch.zeros(self.samples, 0, dtype=self.dtype, device=self.device)
         )
-
-
-class Sums:
-    """[n, k]: sums over many slices. float32 products are added a few at a time, and these sums are added in
-    float64, because a float32 sum over ten thousands of slices would lose digits.
-    """
-
-    def __init__(self, samples: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device, self.columns = dtype, device, columns
-        self._part = torch.zeros(samples, columns, dtype=dtype, device=device)
-        self._total = (
-            torch.zeros(samples, columns, dtype=torch.float64, device=device)
-            if dtype != torch.float64
-            else None
-        )
-        self._added = 0
-
-    def part(self) -> torch.Tensor:
-        """[n, k] to add one slice's contribution to, in place."""
-        self._added += 1
-        if self._added > _TOGETHER and self._total is not None:
-            self._total += self._part
-            self._part.zero_()
-            self._added = 1
-        return self._part
-
-    def add(self, samples: slice, contribution: torch.Tensor) -> None:
-        """Add [m, k] to the rows of these samples."""
-        self.part()[samples] += contribution
-
-    def total(self) -> torch.Tensor:
-        return self._part if self._total is None else self._total + self._part
 
 
 def element_limit(device: torch.device, dtype: torch.dtype) -> int:

@@ -19,7 +19,6 @@ from psgrad.engine.gradients.projections.projection import (
     PER_WORD,
     Per,
     Projection,
-    Sums,
     below,
     cached,
     element_limit,
@@ -119,8 +118,8 @@ class Sparse(Projection):
     def scale(self) -> float:
         return 1.0
 
-    def add(self, sums: Sums, name: str, gradient: DeferredGradient) -> None:
-        add_sparse(sums, Orders(key_of(self.seed, self.kind, name), self.k), gradient)
+    def add(self, sums: torch.Tensor, name: str, gradient: DeferredGradient, dtype: torch.dtype) -> None:
+        add_sparse(sums, Orders(key_of(self.seed, self.kind, name), self.k), gradient, dtype)
 
 
 @dataclass(frozen=True)
@@ -173,42 +172,38 @@ def _units(size: int, inverse: bool, device: torch.device) -> torch.Tensor:
     return torch.tensor([pow(unit, -1, size) for unit in units] if inverse else units, device=device)
 
 
-def add_sparse(sums: Sums, orders: Orders, gradient: DeferredGradient, factor: float = 1.0) -> None:
-    """Add the gradients, times a number, to the columns given by `orders`."""
+def add_sparse(
+    sums: torch.Tensor, orders: Orders, gradient: DeferredGradient, dtype: torch.dtype, factor: float = 1.0
+) -> None:
+    """Add the gradients, times a number, to the columns of sums [n, k] given by `orders`."""
     memory, together = Workspace(sums.device), _SAMPLES.get(sums.device.type, _SAMPLES["cuda"])
     for placed in gradient.terms:
         term = placed.term
         if isinstance(term, Rows) and placed.layout.is_identity:
             for samples in steps(term.samples, together):
-                _add_listed(sums, orders, *term.at(samples, sums.dtype).listed(), samples, factor)
+                _add_listed(sums[samples], orders, *term.at(samples, dtype).listed(), factor)
             continue
-        limit = max(element_limit(sums.device, sums.dtype), _SEGMENTS * orders.size * together)
-        for samples, first, values in value_blocks(placed, sums.dtype, limit, together, memory):
+        limit = max(element_limit(sums.device, dtype), _SEGMENTS * orders.size * together)
+        for samples, first, values in value_blocks(placed, dtype, limit, together, memory):
             if values.numel():
-                _add(sums, orders, samples, first, values, factor, memory)
+                _add(sums[samples], orders, first, values, factor, memory)
 
 
 def _add(
-    sums: Sums,
-    orders: Orders,
-    samples: slice,
-    first: int,
-    values: torch.Tensor,
-    factor: float,
-    memory: Workspace,
+    sums: torch.Tensor, orders: Orders, first: int, values: torch.Tensor, factor: float, memory: Workspace
 ) -> None:
-    """Add values [m, q] at the place `first` and the next ones."""
+    """Add values [m, q] at the place `first` and the next ones to sums [m, k]."""
     count, last = len(values), first + values.shape[1]
     segments = range(first // orders.size, -(-last // orders.size))
     length, offset = len(segments) * orders.size, first - segments.start * orders.size
-    by_place = memory.tensor("places", (length, count), sums.dtype)
+    by_place = memory.tensor("places", (length, count), values.dtype)
     by_place[:offset].zero_()
     by_place[offset : offset + values.shape[1]] = values.t()
     by_place[offset + values.shape[1] :].zero_()
     gathered = _gathered_once if length <= _CACHED else _gathered
-    places, drawn = gathered(orders, segments, sums.device, sums.dtype)
+    places, drawn = gathered(orders, segments, sums.device, values.dtype)
     sums_of_places = F.embedding_bag(places, by_place, mode="sum", per_sample_weights=drawn)
-    sums.add(samples, sums_of_places.t() if factor == 1 else sums_of_places.t() * factor)
+    sums += sums_of_places.t() if factor == 1 else sums_of_places.t() * factor
 
 
 def _gathered(
@@ -223,8 +218,8 @@ _gathered_once = cached(64)(_gathered)
 
 
 def _add_listed(
-    sums: Sums, orders: Orders, places: torch.Tensor, values: torch.Tensor, samples: slice, factor: float
+    sums: torch.Tensor, orders: Orders, places: torch.Tensor, values: torch.Tensor, factor: float
 ) -> None:
     """Few elements of each sample, as of the rows of a table: places and values [m, q], one by one."""
     columns, drawn = orders.scattered(places)
-    sums.part()[samples].scatter_add_(1, columns, values * drawn * factor)
+    sums.scatter_add_(1, columns, (values * drawn * factor).double())

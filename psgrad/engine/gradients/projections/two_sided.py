@@ -16,7 +16,6 @@ from psgrad.engine.gradients.projections.projection import (
     MatrixEntries,
     Per,
     Projection,
-    Sums,
     element_limit,
     key_of,
 )
@@ -68,19 +67,21 @@ class TwoSided(Projection):
     def _orders(self, name: str) -> Orders:
         return Orders(key_of(self.seed, self.kind, name), self.width)
 
-    def add(self, sums: Sums, name: str, gradient: DeferredGradient) -> None:
+    def add(self, sums: torch.Tensor, name: str, gradient: DeferredGradient, dtype: torch.dtype) -> None:
         if len(gradient.shape) < 2:
-            add_sparse(sums, self._orders(name), gradient, 1 / self.scale)
+            add_sparse(sums, self._orders(name), gradient, dtype, 1 / self.scale)
             return
         keys = (key_of(self.seed, self.kind, name, side) for side in ("left", "right"))
         sizes = zip(keys, (self.left, self.right), strict=True)
         a, b = (MatrixEntries(key, size, sums.device) for key, size in sizes)
         for placed in gradient.terms:
-            if placed.term.factors[0].numel() and not _add_by_factors(sums, placed, a, b):
-                _add_values(sums, placed, a, b)
+            if placed.term.factors[0].numel() and not _add_by_factors(sums, placed, dtype, a, b):
+                _add_values(sums, placed, dtype, a, b)
 
 
-def _add_by_factors(sums: Sums, placed: Placed, a: MatrixEntries, b: MatrixEntries) -> bool:
+def _add_by_factors(
+    sums: torch.Tensor, placed: Placed, dtype: torch.dtype, a: MatrixEntries, b: MatrixEntries
+) -> bool:
     """Add a sum of products of rows and columns of the weight, by its factors. Returns whether it is one."""
     term, layout = oriented(Placed(placed.term, placed.layout.bare)), placed.layout
     matrix = None if term is None else term.matrix_shape
@@ -88,27 +89,29 @@ def _add_by_factors(sums: Sums, placed: Placed, a: MatrixEntries, b: MatrixEntri
         return False
     columns = torch.arange(math.prod(layout.shape[1:]), device=sums.device)
     columns = columns.reshape(layout.shape[1:])[layout.slices[1:]].flatten()
-    second = b.at(columns).to(sums.dtype)
+    second = b.at(columns).to(dtype)
 
     def first(rows: torch.Tensor) -> torch.Tensor:
-        return a.at(rows + layout.slices[0].start).to(sums.dtype)
+        return a.at(rows + layout.slices[0].start).to(dtype)
 
-    for samples, left, right in term.times_matrices(first, second, sums.dtype):
-        sums.add(samples, torch.bmm(left.transpose(1, 2), right).flatten(1))
+    for samples, left, right in term.times_matrices(first, second, dtype):
+        sums[samples] += torch.bmm(left.transpose(1, 2), right).flatten(1)
     return True
 
 
-def _add_values(sums: Sums, placed: Placed, a: MatrixEntries, b: MatrixEntries) -> None:
+def _add_values(
+    sums: torch.Tensor, placed: Placed, dtype: torch.dtype, a: MatrixEntries, b: MatrixEntries
+) -> None:
     """Add a value that is not a sum over positions of rows times columns, a few rows at a time."""
-    limit, device = element_limit(sums.device, sums.dtype), sums.device
+    limit, device = element_limit(sums.device, dtype), sums.device
     columns = math.prod(placed.layout.shape[1:])
-    for samples, first, values in value_blocks(placed, sums.dtype, limit, limit, Workspace(device)):
+    for samples, first, values in value_blocks(placed, dtype, limit, limit, Workspace(device)):
         rows = values.reshape(len(values), -1, columns)
         places = torch.arange(rows.shape[1], device=device) + first // columns
         for start in range(0, columns, _WIDEST):
             some = rows[..., start : start + _WIDEST]
-            second = b.at(torch.arange(start, start + some.shape[2], device=device)).to(sums.dtype)
+            second = b.at(torch.arange(start, start + some.shape[2], device=device)).to(dtype)
             products = some @ second  # [m, rows, right]
             for few in steps(len(places), _WIDEST):
-                left = a.at(places[few]).to(sums.dtype).t()
-                sums.add(samples, torch.matmul(left, products[:, few]).flatten(1))
+                left = a.at(places[few]).to(dtype).t()
+                sums[samples] += torch.matmul(left, products[:, few]).flatten(1)

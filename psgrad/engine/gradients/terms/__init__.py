@@ -22,5 +22,6 @@ from psgrad.engine.gradients.terms.numerics import times_shared as times_shared
 from psgrad.engine.gradients.terms.placed import narrow as narrow
 from psgrad.engine.gradients.terms.product import Product as Product
 from psgrad.engine.gradients.terms.table_rows import Rows as Rows
+from psgrad.engine.gradients.terms.term import OuterProducts as OuterProducts
 from psgrad.engine.gradients.terms.term import Placed as Placed
 from psgrad.engine.gradients.terms.term import Term as Term

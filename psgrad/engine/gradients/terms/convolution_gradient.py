@@ -179,10 +179,6 @@ class Convolution(Term):
         groups = self.geometry.groups
         return groups, self.shape[0] // groups, self.weight_shape[1:].numel()
 
-    def simplified(self) -> Term:
-        """A convolution with windows of one element has its patches in the input."""
-        return self.as_product() if math.prod(self.shape[2:]) == 1 and self.geometry.groups == 1 else self
-
     @property
     def _sides(self) -> tuple[str, str]:
         """The factors of the kernel's first and second axis."""

@@ -59,9 +59,6 @@ class Image(Term):
         kind = dtype or self.dtype
         return replace(self, terms=tuple(placed.at(samples, kind) for placed in self.terms))
 
-    def among(self, places: torch.Tensor, count: int) -> Term:
-        return replace(self, terms=tuple(Placed(p.term.among(places, count), p.layout) for p in self.terms))
-
     def scaled(self, factor: float) -> Image:
         return replace(self, terms=tuple(placed.scaled(factor) for placed in self.terms))
 

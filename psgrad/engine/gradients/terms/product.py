@@ -19,11 +19,11 @@ from psgrad.engine.gradients.terms.numerics import (
     sum_of_products,
     times_shared,
 )
-from psgrad.engine.gradients.terms.term import Multiply, Term, joined, sums_of_grams
+from psgrad.engine.gradients.terms.term import Multiply, OuterProducts, Term, joined, sums_of_grams
 
 
 @dataclass(frozen=True)
-class Product(Term):
+class Product(OuterProducts):
     """Sums over positions of outer products: `ngta,ngtb->ngab`. The weight gradient of every matrix
     product.
     """
@@ -143,9 +143,6 @@ class Product(Term):
             out[block] = sum_of_products(left, torch.matmul(x.right, y.right.transpose(2, 3))).double()
         return out
 
-    def has_tile_products_with(self, other: Term) -> bool:
-        return isinstance(other, Product) and self.shape == other.shape
-
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         return (*self.left.shape[1:], self.right.shape[3])
@@ -153,17 +150,12 @@ class Product(Term):
     def at_positions(self, some: slice) -> Product:
         return Product(self.left[:, :, some], self.right[:, :, some])
 
-    @property
-    def positions(self) -> int | None:
-        return self.left.shape[2]
-
     def position_square_norms(self) -> torch.Tensor:
         left, right = (torch.linalg.vector_norm(f.double(), dim=3) for f in self.factors)
         return (left * right).square_().sum((1, 2))
 
-    def tile_products(self, other: Term) -> torch.Tensor | None:
-        if not isinstance(other, Product):
-            return None
+    def tile_products(self, other: Product) -> torch.Tensor:
+        """[n, m]: the inner products of all n samples with all m of another product."""
         (n, groups, t, _), (m, _, s, _) = self.left.shape, other.left.shape
         if groups == 1:
             left = self.left.flatten(0, 2) @ other.left.flatten(0, 2).t()

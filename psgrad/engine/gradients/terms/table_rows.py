@@ -16,11 +16,11 @@ from psgrad.engine.gradients.terms.numerics import (
     sum_of_products,
 )
 from psgrad.engine.gradients.terms.product import Product
-from psgrad.engine.gradients.terms.term import Multiply, Term
+from psgrad.engine.gradients.terms.term import Multiply, OuterProducts, Term
 
 
 @dataclass(frozen=True)
-class Rows(Term):
+class Rows(OuterProducts):
     """Rows that are added to a table by an index: the gradient of an embedding. The one-hot factor is never
     made.
     """
@@ -133,11 +133,6 @@ class Rows(Term):
             out[block] = sum_of_products(picked, inner).double()
         return out
 
-    def has_tile_products_with(self, other: Term) -> bool:
-        if isinstance(other, Rows):
-            return self.shape == other.shape
-        return isinstance(other, Product) and other.shape == (1, *self.shape)
-
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         return 1, self.rows.shape[1], 0, self.rows.shape[2]
@@ -145,21 +140,16 @@ class Rows(Term):
     def at_positions(self, some: slice) -> Rows:
         return Rows(self.index[:, some], self.rows[:, some], self.count)
 
-    @property
-    def positions(self) -> int | None:
-        return self.index.shape[1]
-
     def position_square_norms(self) -> torch.Tensor:
         return torch.linalg.vector_norm(self.rows, dim=(1, 2), dtype=torch.float64).square_()
 
-    def tile_products(self, other: Term) -> torch.Tensor | None:
+    def tile_products(self, other: Rows | Product) -> torch.Tensor:
+        """[n, m]: the inner products of all n samples with all m of another table or product."""
         if isinstance(other, Rows):
             factor, right = self.index.reshape(-1, 1) == other.index.reshape(1, -1), other.rows.flatten(0, 1)
-        elif isinstance(other, Product):
+        else:
             factor = other.left.flatten(0, 2).index_select(1, self.index.reshape(-1)).t()  # [n * t, m * s]
             right = other.right.flatten(0, 2)
-        else:
-            return None
         (n, t, _), (m, s) = self.rows.shape, (other.samples, other.sizes[1])
         pairs = self.rows.flatten(0, 1) @ right.t()
         pairs = pairs.masked_fill_(~factor, 0) if factor.dtype == torch.bool else pairs.mul_(factor)

@@ -106,14 +106,6 @@ class Term(ABC):
 
         return self._with_factors(some)
 
-    def among(self, places: torch.Tensor, count: int) -> Term:
-        """The term of `count` samples: this term's samples are at `places` [n], the others are zero."""
-        rows = torch.full((count,), self.samples, device=self.device).index_copy(
-            0, places, torch.arange(self.samples, device=self.device)
-        )
-        padded = self._with_factors(lambda x, _: torch.cat([x, x.new_zeros(1, *x.shape[1:])]))
-        return padded.at(rows)
-
     @abstractmethod
     def square_norms(self) -> torch.Tensor:
         """[n]; of a narrower term in float64 only if all arithmetic is, so that nothing leaves its range."""
@@ -237,10 +229,6 @@ class Term(ABC):
 
     # -- inner products of two terms -------------------------------------------------------------------------
 
-    def simplified(self) -> Term:
-        """The term as a kind with inner products for more pairs of kinds, if this needs no computation."""
-        return self
-
     def transposed(self) -> Term | None:
         """The term with rows and columns swapped, if it is one matrix per sample and this needs no
         computation; else None.
@@ -256,39 +244,6 @@ class Term(ABC):
     def placed_products(self, layout: AxisLayout, other: Placed) -> torch.Tensor | None:
         """[n, m]: as `cross_products`, for this term placed by `layout` and another term placed in the same
         window.
-        """
-        return None
-
-    # Sums of outer products: the inner products of all samples of two terms by Gram matrices between their
-    # positions. A kind for which `has_tile_products_with` can be true has the other methods, too.
-
-    def has_tile_products_with(self, other: Term) -> bool:
-        """Whether `tile_products` with a term of this kind and shape exists, in this order or the other."""
-        return False
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Groups, positions, rows and columns of the factors; no rows where the first factor is an index."""
-        raise NotImplementedError
-
-    def at_positions(self, some: slice) -> Term:
-        """The sum over some positions only."""
-        raise NotImplementedError
-
-    @property
-    def positions(self) -> int | None:
-        """The number of positions over which a sample's value is a sum; None if it is not a sum over
-        positions.
-        """
-        return None
-
-    def position_square_norms(self) -> torch.Tensor:
-        """[n] float64: the sum over positions of the squared norms of their contributions."""
-        raise NotImplementedError
-
-    def tile_products(self, other: Term) -> torch.Tensor | None:
-        """[n, m]: the inner products of all n samples with all m of the other term, or None if `other` has
-        the method for this pair.
         """
         return None
 
@@ -339,6 +294,25 @@ class Term(ABC):
     def contract(self, axis: int, matrix: torch.Tensor) -> Term | None:
         """An axis contracted with the first axis of a matrix [size, k]."""
         return None
+
+
+class OuterProducts(Term):
+    """A sum over positions of outer products of stored factors, whose inner products with others like it are
+    Gram matrices between positions, multiplied.
+    """
+
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Groups, positions, rows and columns of the factors; no rows where the first factor is an index."""
+
+    @abstractmethod
+    def at_positions(self, some: slice) -> Self:
+        """The sum over some positions only."""
+
+    @abstractmethod
+    def position_square_norms(self) -> torch.Tensor:
+        """[n] float64: the sum over positions of the squared norms of their contributions."""
 
 
 def joined(parts: list[torch.Tensor], term: Term, shape: tuple[int, ...] = ()) -> torch.Tensor:
