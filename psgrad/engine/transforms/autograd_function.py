@@ -35,7 +35,7 @@ from psgrad.engine.transforms.private_torch import (
 from psgrad.engine.transforms.refused_writes import read_only
 from psgrad.engine.transforms.rules.families import sum_to
 from psgrad.engine.transforms.state import state
-from psgrad.engine.transforms.user_rules import UserRuleCall
+from psgrad.engine.transforms.user_rules import Derived, UserRuleCall
 from psgrad.errors import TransformError
 
 if not APPLIES_IN_TWO_STEPS:  # a name that was bound before may be called at any time
@@ -107,8 +107,7 @@ class _Application(UserRuleCall):
         super().__init__(
             f"torch.autograd.Function {function.__name__}",
             self._forward,
-            self._setup_for_backward if has_backward else None,
-            self._backward if has_backward else None,
+            self._derive if has_backward else None,
             self._jvp if function.jvp is not SingleLevelFunction.jvp else None,
         )
         self.batches = function.vmap is not Function.vmap
@@ -137,24 +136,25 @@ class _Application(UserRuleCall):
         self.kind.setup_context(context, tuple(args), self.structured(outs))
         return context
 
-    def _setup_for_backward(self, args: Flat, outs: Flat, needed: list[int]) -> tuple[Any, frozenset[int]]:
+    def _derive(self, args: Flat, outs: Flat, needed: list[int]) -> Derived:
         context = self._context(args, outs, needed)
         constant = frozenset(i for i, x in enumerate(outs) if any(x is y for y in context.non_differentiable))
-        return (context, outs, [getattr(x, "shape", None) for x in args]), constant
-
-    def _backward(self, prepared: Any, cotangents: Cotangents) -> Cotangents:
-        context, outs, shapes = prepared
-        if context.materialize_grads:
-            cotangents = [
-                torch.zeros_like(x) if g is None and isinstance(x, torch.Tensor) else g
-                for g, x in zip(cotangents, outs, strict=True)
-            ]
+        shapes = [getattr(x, "shape", None) for x in args]
         backward = (
             self.kind.backward if self.kind.backward is not SingleLevelFunction.backward else self.kind.vjp
         )
-        if _is_once_differentiable(backward):
-            return self._counted(_once(self.name, backward.__wrapped__, context, cotangents), shapes)
-        return self._counted(backward(context, *cotangents), shapes)
+
+        def pull(cotangents: Cotangents) -> Cotangents:
+            if context.materialize_grads:
+                cotangents = [
+                    torch.zeros_like(x) if g is None and isinstance(x, torch.Tensor) else g
+                    for g, x in zip(cotangents, outs, strict=True)
+                ]
+            if _is_once_differentiable(backward):
+                return self._counted(_once(self.name, backward.__wrapped__, context, cotangents), shapes)
+            return self._counted(backward(context, *cotangents), shapes)
+
+        return pull, constant
 
     def _counted(self, given: Any, shapes: list[Any]) -> Cotangents:
         """One cotangent for each argument. A cotangent that was not summed over broadcast axes is summed
@@ -195,9 +195,8 @@ class _Application(UserRuleCall):
         ):
             raise TransformError(
                 f"{self.name}: jvp returned tangents of shapes"
-                f" {[getattr(t, 'shape', None) for t in pushed]} for"
-                f" results of shapes {[getattr(x, 'shape', None) for x in outs]}; expected the results'"
-                " shapes",
+                f" {[getattr(t, 'shape', None) for t in pushed]}; expected the results' shapes,"
+                f" {[getattr(x, 'shape', None) for x in outs]}"
             )
         return [
             None if any(x is y for y in context.non_differentiable) else t
@@ -271,7 +270,7 @@ def _once(name: str, backward: Callable[..., Any], context: Context, cotangents:
             hint="write it with differentiable operators and remove the mark; forward mode needs a jvp alone",
         )
 
-    call = UserRuleCall(f"the backward of {name}", function, lambda *_: (None, frozenset()), refuse, refuse)
+    call = UserRuleCall(f"the backward of {name}", function, lambda *_: (refuse, frozenset()), refuse)
     outs = dispatch_call(call, [*saved, *cotangents])
     return outs[0] if single else tuple(outs)
 

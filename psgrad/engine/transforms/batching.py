@@ -228,11 +228,7 @@ class BatchLevel(SampleAxis):
         if self.randomness == "error":
             raise TransformError(
                 f"a random operator ({op.name()}) was called with randomness='error'{diagnostics.where()}",
-                hint=(
-                    "call model.eval(), or pass randomness='different' (a draw for each sample) or 'same'"
-                    " (one"
-                    " draw for all samples)"
-                ),
+                hint="call model.eval(), or pass randomness='different' or 'same' (one draw for all)",
             )
         mapped = any(self.owns(a) for a in args)
         rule, shared = rules_of(op).batching, rules_of(op).same

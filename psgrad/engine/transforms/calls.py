@@ -183,9 +183,7 @@ def entered_again(level: Level) -> Iterator[None]:
             if divergence.level is not level:
                 raise
             raise TransformError(
-                f"samples disagree on a branch{divergence.where} in a function of the backward pass,"
-                " after the end"
-                " of their vmap",
+                f"samples disagree on a branch{divergence.where} in the backward pass, after their vmap",
                 hint="write the branch with torch.where",
             ) from None
 

@@ -267,9 +267,7 @@ class CallSettings:
     def _refuse_to_be_recorded(self) -> None:
         if make_fx_runs():
             raise TransformError(
-                "make_fx records a function under checkpoint that draws random numbers, and would repeat"
-                " its two"
-                " runs with different draws",
+                "make_fx records a function under checkpoint that draws: its two runs would differ",
                 hint="call the function without checkpoint when it is recorded",
             )
 

@@ -175,13 +175,9 @@ class DerivativeLevel(Level):
                 name := diagnostics.running_autograd_function(inside=torch.is_grad_enabled())
             ):
                 raise TransformError(
-                    f"torch.autograd.Function {name} in the transformed function{diagnostics.where()},"
-                    " called past"
-                    " psgrad: its backward would not be used",
-                    hint=(
-                        "give it a setup_context and call it as Class.apply, not by a name bound to `apply`"
-                        " before; for a checkpoint: use_reentrant=False"
-                    ),
+                    f"torch.autograd.Function {name}{diagnostics.where()}, whose backward would not be used",
+                    hint="give it a setup_context, and call it by its class, Class.apply; for a checkpoint:"
+                    " use_reentrant=False",
                 )
         below = op
         if op is aten.view.default and self.owns(args[0]) and values[0].stride() != args[0].stride():
@@ -328,9 +324,7 @@ class DerivativeLevel(Level):
     def _refuse_if_read(self, target: Any) -> None:
         if target.read_by is not None:
             raise TransformError(
-                f"an in-place operator writes into a value that {target.read_by}"
-                f" reads{diagnostics.where()}, and would"
-                " read again for its gradient",
+                f"an in-place operator writes into a value that {target.read_by} reads{diagnostics.where()}",
                 hint="write into a clone, or pass the value as an argument",
             )
 

@@ -84,12 +84,13 @@ def stack_module_state(
     require a gradient where the models' own do.
     """
     models = list(models)
-    if not models:
-        raise TransformError("stack_module_state: Expected at least one model, got 0.")
-    if any(model.training != models[0].training for model in models):
-        raise TransformError("stack_module_state: Expected all models to have the same training/eval mode.")
-    if any(type(model) is not type(models[0]) for model in models):
-        raise TransformError("stack_module_state: Expected all models to be of the same class.")
+    for wrong, what in (
+        (not models, "at least one model, got 0."),
+        (len({model.training for model in models}) > 1, "all models to have the same training/eval mode."),
+        (len({type(model) for model in models}) > 1, "all models to be of the same class."),
+    ):
+        if wrong:
+            raise TransformError(f"stack_module_state: Expected {what}")
     parameters = {
         name: _stacked([dict(m.named_parameters())[name] for m in models], name)
         for name, _ in models[0].named_parameters()

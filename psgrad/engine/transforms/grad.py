@@ -272,11 +272,9 @@ def _check_value(out: Any) -> None:
         )
     if out.dim() != 0:
         raise TransformError(
-            f"the function to differentiate returned a tensor of shape {tuple(out.shape)}; expected a"
-            " scalar tensor,"
-            " of shape ()",
-            hint="reduce the loss with .sum() or .mean() (not reduction='none'); for a vector's"
-            " derivatives use vjp",
+            f"the function to differentiate returned a tensor of shape {tuple(out.shape)}; expected a scalar"
+            " tensor, of shape ()",
+            hint="reduce the loss with .sum() or .mean(); for a vector's derivatives use vjp",
         )
     if not out.dtype.is_floating_point:
         raise TransformError(

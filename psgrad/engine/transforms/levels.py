@@ -136,9 +136,7 @@ class Level:
         """The error that replaces an error of the user's function; None if it is not replaced."""
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_GRAPH):
             return TransformError(
-                f"torch.autograd or .backward() inside the transformed"
-                f" function{diagnostics.where(error)}, where it"
-                " records nothing",
+                f"torch.autograd or .backward() inside the transformed function{diagnostics.where(error)}",
                 hint="use transforms, which nest: grad, vjp, jvp",
             )
         if isinstance(error, RuntimeError) and _WRITE_INTO_MULTI_VIEW in str(error):
@@ -244,9 +242,7 @@ _NO_GRAPH = ("does not require grad and does not have a grad_fn", "can't retain_
 def _refuse_inside_torch_func() -> None:
     if torch_func_runs() or forward_mode_runs():
         raise TransformError(
-            f"a transform of psgrad inside one of torch.func, or inside PyTorch's forward"
-            f" mode{diagnostics.where()}:"
-            " derivatives would be lost",
+            f"a transform of psgrad inside one of torch.func or PyTorch's forward mode{diagnostics.where()}",
             hint="use the transform of psgrad.engine.transforms outside, too",
         )
 

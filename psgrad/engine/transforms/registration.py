@@ -44,21 +44,16 @@ def register_rule(
     """
     overload = _overload(op)
     name = overload.name()
-    if facts(overload).mutated or facts(overload).mutated_kwargs:
-        raise TransformError(
-            f"register_rule({name}): the operator writes into an argument; expected one that returns new"
-            " tensors",
-        )
-    if constant and (vjp is not None or jvp is not None):
-        raise TransformError(
-            f"register_rule({name}): constant=True together with a derivative; expected one of the two"
-        )
-    if jvp is not None and vjp is None:
-        raise TransformError(
-            f"register_rule({name}): a jvp without a vjp; expected a vjp, whose shortcut it is"
-        )
-    if vjp is None and batch is None and not constant:
-        raise TransformError(f"register_rule({name}) without any rule; expected vjp, batch or constant")
+    writes = bool(facts(overload).mutated or facts(overload).mutated_kwargs)
+    derivative = vjp is not None or jvp is not None
+    for wrong, what in (
+        (writes, "the operator writes into an argument; expected one that returns new tensors"),
+        (constant and derivative, "constant=True together with a derivative; expected one of the two"),
+        (jvp is not None and vjp is None, "a jvp without a vjp; expected a vjp, whose shortcut it is"),
+        (vjp is None and batch is None and not constant, "without any rule; expected vjp, batch or constant"),
+    ):
+        if wrong:
+            raise TransformError(f"register_rule({name}): {what}")
     makers = vjp if vjp is None or isinstance(vjp, JointVJP) else _by_position(overload, vjp, complete=True)
     pushes = _by_position(overload, jvp or {}, complete=False)
     before = registry.rules_of(overload)

@@ -2,15 +2,18 @@
 signature, on tensors without values.
 
 A batched kernel may accept shapes that the operator refuses for one sample: with a sample axis in front, a
-vector is a matrix. So each operator of the user's function first runs on tensors of the shapes that the
-function reads: on zeros, if these are few, else on PyTorch's meta device. For a signature that was checked
-before, this takes microseconds. If zeros are refused, perhaps for their values (a singular matrix), the meta
-device decides, but for the operators of which it accepts shapes that the kernel refuses.
+vector is a matrix. So each operator of the user's function first runs on the shapes that the function reads,
+on PyTorch's meta device. For a signature that was checked before, this takes microseconds. If the meta device
+refuses, the operator runs on zeros, because some meta kernels refuse correct shapes.
+
+Some meta kernels import PyTorch's compiler, which takes longer than the whole run of a small network. In
+their place a formula recognises the right shapes of a layer, and other operators run on zeros at once, if
+these are few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from psgrad.engine.transforms.private_torch import tree_leaves, tree_map, withou
 
 aten = torch.ops.aten
 
-# Of these operators the meta device accepts shapes that the kernel refuses: the kernel runs on zeros.
+# For these operators the kernel always runs on zeros: the meta device accepts shapes that it refuses.
 _LENIENT: frozenset[Op] = frozenset(
     {
         aten.index_put.default,
@@ -42,18 +45,41 @@ _LENIENT: frozenset[Op] = frozenset(
         aten.linalg_lstsq.default,
         aten.histogram.bin_ct,
         aten.histogram.bins_tensor,
-        aten.addmv.default,
-        aten.softmax.int,
-        aten.native_group_norm.default,
-        aten.batch_norm.default,
-        aten.conv1d.default,
-        aten.conv2d.default,
-        aten.conv_transpose1d.default,
-        aten.linear.default,
-        aten.addmm.default,
     }
 )
-_FEW = 1 << 22  # elements of arguments that may be written as zeros
+# For these the kernel runs if there are few elements: their meta kernels import the compiler.
+_IMPORTING: frozenset[Op] = frozenset(
+    {
+        *[each.default for each in (aten.all, aten.any, aten.mean, aten.cat, aten.stack, aten.cumsum)],
+        *[each.default for each in (aten.batch_norm, aten.group_norm, aten.instance_norm, aten.layer_norm)],
+        *[each.default for each in (aten.rms_norm, aten.native_group_norm, aten.native_layer_norm)],
+        *[each.default for each in (aten.cross_entropy_loss, aten.mse_loss, aten.l1_loss, aten.huber_loss)],
+        *[each.default for each in (aten.smooth_l1_loss, aten.nll_loss_nd, aten.binary_cross_entropy)],
+        *[each.default for each in (aten.binary_cross_entropy_with_logits, aten.kl_div, aten.prelu)],
+        *[each.default for each in (aten.glu, aten.hardswish, aten.log_sigmoid, aten.logsumexp)],
+        *[each.default for each in (aten.linalg_vector_norm, aten.cosine_similarity, aten.roll)],
+        *[each.default for each in (aten.adaptive_avg_pool2d, aten.tril, aten.triu)],
+        *[each.dim for each in (aten.all, aten.any, aten.mean)],
+        *[each.Tensor for each in (aten.__and__, aten.__or__, aten.subtract, aten.divide, aten.rsub)],
+        aten.log_softmax.int,
+        aten.where.ScalarOther,
+    }
+)
+_FEW = 1 << 22  # elements of arguments that may be written as zeros in place of that import
+# For these the kernel runs on zeros if the rank of an argument (by position) is not one of those given here.
+_USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
+    aten.addmv.default: {0: (0, 1)},
+    aten.softmax.int: {0: range(1, 9)},
+    aten.native_group_norm.default: {0: range(2, 9), 1: (1,), 2: (1,)},
+    aten.batch_norm.default: {0: range(2, 9), **dict.fromkeys(range(1, 5), (1,))},
+    aten.ctc_loss.IntList: {1: (1, 2)},
+    aten.ctc_loss.Tensor: {1: (1, 2)},
+    aten.conv1d.default: {2: (1,)},
+    aten.conv2d.default: {2: (1,)},
+    aten.conv_transpose1d.default: {2: (1,)},
+    aten.conv_transpose2d.input: {2: (1,)},
+    aten.conv_transpose3d.input: {2: (1,)},
+}
 
 
 def _layer_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, summed: int) -> bool:
@@ -80,32 +106,9 @@ _FORMULAS: dict[Op, Callable[..., bool]] = {
 _BATCH_NORM: dict[Op, Callable[..., tuple[Any, ...]]] = {
     aten.native_batch_norm.default: lambda *args: args,
     aten._native_batch_norm_legit.default: lambda *args: args,
-    aten._native_batch_norm_legit.no_stats: lambda x, weight, bias, *rest: (
-        x,
-        weight,
-        bias,
-        None,
-        None,
-        *rest,
-    ),
-    aten._batch_norm_with_update.default: lambda x, weight, bias, mean, var, *rest: (
-        x,
-        weight,
-        bias,
-        mean,
-        var,
-        True,
-        *rest,
-    ),
-    aten._batch_norm_no_update.default: lambda x, weight, bias, mean, var, *rest: (
-        x,
-        weight,
-        bias,
-        mean,
-        var,
-        False,
-        *rest,
-    ),
+    aten._native_batch_norm_legit.no_stats: lambda *args: (*args[:3], None, None, *args[3:]),
+    aten._batch_norm_with_update.default: lambda *args: (*args[:5], True, *args[5:]),
+    aten._batch_norm_no_update.default: lambda *args: (*args[:5], False, *args[5:]),
 }
 
 # Operators with index arguments; a mask selects as many elements as it has true values.
@@ -176,32 +179,29 @@ def _is_checked(op: Op) -> bool:
 def _check_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if op in _BATCH_NORM:
         op, args = aten.batch_norm.default, (*_BATCH_NORM[op](*args), False)
-    if op in _FORMULAS and _FORMULAS[op](*args, **kwargs):
+    if _is_right(op, args, kwargs):
         return
-    refusal: Exception | None = None
-    if op in _LENIENT or _elements(args) <= _FEW:
-        try:
-            with random_state.torch_restored([torch.default_generator]):
-                op(*_with(args, None), **_with(kwargs, None))
-            return
-        except Exception as error:
-            refusal = error
-    if op not in _LENIENT:
-        try:
-            op(*_with(args, "meta"), **_with(kwargs, "meta"))
-            return
-        except NotImplementedError:  # no meta kernel
-            return
-        except Exception as error:
-            if "meta" in str(error):  # the operator needs values
-                return
-            refusal = refusal or error
-    assert refusal is not None
-    raise refusal
+    with random_state.torch_restored([torch.default_generator]):
+        op(*_with(args, None), **_with(kwargs, None))
 
 
 def _elements(args: tuple[Any, ...]) -> int:
     return sum(x.numel() for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+
+
+def _is_right(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether these shapes need no run on zeros."""
+    if op in _FORMULAS:
+        return _FORMULAS[op](*args, **kwargs)
+    if op in _LENIENT or (op in _IMPORTING and _elements(args) <= _FEW):
+        return False
+    try:
+        op(*_with(args, "meta"), **_with(kwargs, "meta"))
+    except NotImplementedError:  # no meta kernel
+        return True
+    except Exception as error:
+        return "meta" in str(error)  # the operator needs values
+    return _is_usual(op, args)
 
 
 def _is_mask(index: torch.Tensor | None) -> bool:
@@ -240,6 +240,13 @@ def _with_places(indices: Sequence[Any], masks: Sequence[torch.Tensor | None], c
             yield index
         else:
             yield from [torch.zeros(count, dtype=torch.int64, device=mask.device)] * mask.dim()
+
+
+def _is_usual(op: Op, args: tuple[Any, ...]) -> bool:
+    return all(
+        position >= len(args) or args[position] is None or args[position].dim() in ranks
+        for position, ranks in _USUAL_RANKS.get(op, {}).items()
+    )
 
 
 def _with(tree: Any, device: str | None) -> Any:

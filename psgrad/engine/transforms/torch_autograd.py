@@ -49,9 +49,7 @@ def _refuse_hooks(hook: Any, function: Any, tensors: Any) -> None:
 def _refuse_functional(*args: Any, **kwargs: Any) -> None:
     if state.stack:
         raise TransformError(
-            f"torch.autograd.functional inside the transformed function{diagnostics.where()}: all its"
-            " derivatives"
-            " would be zero",
+            f"torch.autograd.functional inside the transformed function{diagnostics.where()}",
             hint="use transforms, which nest: jacrev, jacfwd, hessian, vjp, jvp",
         )
 

@@ -30,6 +30,9 @@ from psgrad.engine.transforms.rules.families import cast
 from psgrad.engine.transforms.tracer import is_differentiable
 from psgrad.errors import TransformError
 
+Pull = Callable[[Cotangents], Cotangents]
+Derived = tuple[Pull, frozenset[int]]
+
 
 def wrong_cotangent(name: str, g: Any, position: int, shape: torch.Size) -> TransformError:
     what = f"shape {tuple(g.shape)}" if isinstance(g, torch.Tensor) else f"type {kind_of(g)}"
@@ -45,8 +48,8 @@ class UserRuleCall(Call):
     the reverse one.
 
     function: arguments -> results.
-    prepare: (arguments, results, which arguments need cotangents) -> (context of `pull`, constant results).
-    pull: (context, cotangents of the results) -> cotangents of the arguments.
+    derive: (arguments, results, which arguments need cotangents) -> (the function from the cotangents of the
+        results to those of the arguments, constant results).
     forward: (arguments, results, tangents) -> tangents of the results.
     """
 
@@ -54,12 +57,11 @@ class UserRuleCall(Call):
         self,
         name: str,
         function: Callable[[Flat], Flat],
-        prepare: Callable[[Flat, Flat, list[int]], tuple[Any, frozenset[int]]] | None = None,
-        pull: Callable[[Any, Cotangents], Cotangents] | None = None,
+        derive: Callable[[Flat, Flat, list[int]], Derived] | None = None,
         forward: Callable[[Flat, Flat, Flat], Flat] | None = None,
     ) -> None:
         super().__init__(name)
-        self.function, self.prepare, self.pull, self.forward = function, prepare, pull, forward
+        self.function, self.derive, self.forward = function, derive, forward
 
     def run(self, args: Flat) -> Flat:
         followed = (
@@ -92,16 +94,18 @@ class UserRuleCall(Call):
                 results = self.function(mapped.up(args, mapped.args))
             return mapped.down(results, self.name)
 
-        def prepare(args: Flat, outs: Flat, needed: list[int]) -> tuple[Any, frozenset[int]]:
-            assert self.prepare is not None
+        def derive(args: Flat, outs: Flat, needed: list[int]) -> Derived:
+            assert self.derive is not None
             with entered_again(mapped.level):
-                return self.prepare(mapped.up(args, mapped.args), mapped.up(outs, mapped.outs), needed)
+                own = mapped.up(args, mapped.args), mapped.up(outs, mapped.outs)
+                pull, constant = self.derive(*own, needed)
 
-        def pull(context: Any, cotangents: Cotangents) -> Cotangents:
-            assert self.pull is not None
-            with entered_again(mapped.level):
-                result = self.pull(context, mapped.up(cotangents, mapped.outs))
-            return mapped.cotangents_down(result)
+            def pull_all(cotangents: Cotangents) -> Cotangents:
+                with entered_again(mapped.level):
+                    result = pull(mapped.up(cotangents, mapped.outs))
+                return mapped.cotangents_down(result)
+
+            return pull_all, constant
 
         def forward(args: Flat, outs: Flat, tangents: Flat) -> Flat:
             assert self.forward is not None
@@ -110,22 +114,12 @@ class UserRuleCall(Call):
                 pushed = self.forward(mapped.up(args, mapped.args), given, mapped.up(tangents, mapped.args))
             return mapped.tangents_down(pushed)
 
-        return UserRuleCall(
-            self.name,
-            function,
-            prepare if self.prepare is not None else None,
-            pull if self.pull is not None else None,
-            forward if self.forward is not None else None,
-        )
+        return UserRuleCall(self.name, function, self.derive and derive, self.forward and forward)
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> TapedCall:
         with without_adoption(level), read_only(values):
-            outs, context, constant = self._prepared(level, values, needed)
-        return TapedCall(
-            outs,
-            lambda cotangents: self._checked(self._pulled(context, cotangents), values),
-            constant=constant,
-        )
+            outs, pull, constant = self._derived(level, values, needed)
+        return TapedCall(outs, lambda cotangents: self._pulled(pull, cotangents, values), constant=constant)
 
     def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
         with without_adoption(level), read_only(values):
@@ -133,10 +127,10 @@ class UserRuleCall(Call):
                 outs = self._results(level, values)
                 return outs, own_values(level, self.forward(values, outs, tangents), self.name)
             needed = [i for i, t in enumerate(tangents) if t is not None]
-            outs, context, constant = self._prepared(level, values, needed)
+            outs, pull, constant = self._derived(level, values, needed)
 
             def backwards(leaves: Flat) -> Flat:
-                pulled = self._checked(self._pulled(context, leaves), values)
+                pulled = self._pulled(pull, leaves, values)
                 return [pulled[i] for i in needed]
 
             varying = [None if i in constant else x for i, x in enumerate(outs)]
@@ -160,9 +154,7 @@ class UserRuleCall(Call):
                 )
                 if not same:
                     raise TransformError(
-                        f"forward mode of {self.name}{diagnostics.where()}, whose backward is not linear"
-                        " in the"
-                        " cotangents, and so has no transpose",
+                        f"forward mode of {self.name}{diagnostics.where()}, whose backward is not linear",
                         hint="give the function a jvp as well, or differentiate it in reverse mode only",
                     )
         return pushed
@@ -170,29 +162,26 @@ class UserRuleCall(Call):
     def _results(self, level: DerivativeLevel, values: Flat) -> Flat:
         return own_values(level, dispatch_call(self, values, below=level), self.name)
 
-    def _prepared(
+    def _derived(
         self, level: DerivativeLevel, values: Flat, needed: list[int]
-    ) -> tuple[Flat, Any, frozenset[int]]:
-        """The results, the context of `pull`, and the constant results."""
-        if self.prepare is None:
+    ) -> tuple[Flat, Pull, frozenset[int]]:
+        """The results, the function of their cotangents, and the constant results."""
+        if self.derive is None:
             raise TransformError(
                 f"{self.name} has no rule for its derivative{diagnostics.where()}",
                 hint="give it a backward",
             )
         outs = self._results(level, values)
-        return outs, *self.prepare(values, outs, needed)
+        return outs, *self.derive(values, outs, needed)
 
-    def _pulled(self, context: Any, cotangents: Cotangents) -> Cotangents:
-        assert self.pull is not None
-        with users_program(), read_only(cotangents):
-            return self.pull(context, cotangents)
-
-    def _checked(self, cotangents: Cotangents, values: Flat) -> Cotangents:
+    def _pulled(self, pull: Pull, cotangents: Cotangents, values: Flat) -> Cotangents:
         """The cotangents from the user's rule, in the arguments' dtypes. Raises TransformError for a wrong
         shape.
         """
+        with users_program(), read_only(cotangents):
+            given = pull(cotangents)
         checked: Cotangents = []
-        for position, (g, x) in enumerate(zip(cotangents, values, strict=True)):
+        for position, (g, x) in enumerate(zip(given, values, strict=True)):
             if g is None or not is_differentiable(x):
                 checked.append(None)
                 continue

@@ -125,9 +125,8 @@ class _MappedCall:
     def _run_groups(self, flat: list[Any], divergence: Divergence, watch: WriteCounts) -> Any:
         if watch.was_written():
             raise TransformError(
-                f"vmap({self.name}, ...): samples disagree on a branch{divergence.where}, after an"
-                " argument was written to in place; expected unchanged arguments, because the function"
-                " runs again for the samples of each outcome",
+                f"vmap({self.name}, ...): samples disagree on a branch{divergence.where}, after an argument"
+                " was written to in place",
                 hint="write into a clone of the argument",
             )
         device = next(x.device for x, d in zip(flat, self.dims, strict=True) if d is not None)
@@ -199,58 +198,34 @@ def _leave(level: BatchLevel, value: Any, dim: int | None, name: str) -> Any:
             "Did you mean to set out_dims= to None for output?"
         )
     rank = value.dim() + 1
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TransformArgumentError(f"vmap({name}, ...): out_dims={dim!r} is neither an int nor None")
-    if not -rank <= dim < rank:
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -rank <= dim < rank:
         raise TransformArgumentError(
-            f"vmap({name}, ...): out_dims={dim} is out of range for an output with {rank} axes"
+            f"vmap({name}, ...): out_dims={dim!r} is out of range for an output with {rank} axes"
         )
     physical = level.batch.physical(value)
     return physical.movedim(0, dim) if dim else physical
 
 
 def flat_in_dims(in_dims: Any, args: tuple[Any, ...], flat: list[Any], name: str) -> list[int | None]:
-    if not isinstance(in_dims, (int, tuple)) or isinstance(in_dims, bool):
-        raise TransformArgumentError(
-            f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): expected `in_dims` to be int or a (potentially"
-            f" nested) tuple matching the structure of inputs, got: {type(in_dims)}."
-        )
+    """The mapped axis of each leaf of the arguments, as a non-negative number; None if it is not mapped."""
+    what = f"vmap({name}, in_dims={in_dims}, ...)(<inputs>)"
     if not args:
-        raise TransformArgumentError(
-            f"vmap({name})(<inputs>): got no inputs. Maybe you forgot to add inputs, or you are trying to"
-            " vmap over a function with no inputs. The latter is unsupported."
-        )
-    dims = _prefix_leaves(in_dims, args)
+        raise TransformArgumentError(f"{what}: got no inputs")
+    known = isinstance(in_dims, (int, tuple)) and not isinstance(in_dims, bool)
+    dims = _prefix_leaves(in_dims, args) if known else None
     if dims is None:
         raise TransformArgumentError(
-            f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): in_dims is not compatible with the structure of"
-            f" inputs. in_dims has structure {tree_flatten(in_dims)[1]} but inputs has structure"
-            f" {tree_flatten(args)[1]}."
+            f"{what}: in_dims is not compatible with the structure of inputs, {tree_flatten(args)[1]};"
+            " expected `in_dims` to be int or a (potentially nested) tuple matching it"
         )
-    wrapped: list[int | None] = []
     for x, d in zip(flat, dims, strict=True):
-        if d is None:
-            wrapped.append(None)
-            continue
-        if not isinstance(d, int):
+        is_axis = isinstance(d, int) and isinstance(x, torch.Tensor) and -x.dim() <= d < x.dim()
+        if d is not None and not is_axis:
+            given = f"a tensor of {x.dim()} axes" if isinstance(x, torch.Tensor) else f"type {type(x)}"
             raise TransformArgumentError(
-                f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): Got in_dim={d} for an input but in_dim must"
-                " be either an integer dimension or None."
+                f"{what}: Got in_dim={d} for an input of {given}; expected an axis of a tensor, or None"
             )
-        if not isinstance(x, torch.Tensor):
-            raise TransformArgumentError(
-                f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): Got in_dim={d} for an input but the input"
-                f" is of type {type(x)}. We cannot vmap over non-Tensor arguments, please use None as the"
-                " respective in_dim"
-            )
-        if not -x.dim() <= d < x.dim():
-            raise TransformArgumentError(
-                f"vmap({name}, in_dims={in_dims}, ...)(<inputs>): Got in_dim={d} for some input, but that"
-                f" input is a Tensor of dimensionality {x.dim()} so expected in_dim to satisfy -{x.dim()} <="
-                f" in_dim < {x.dim()}."
-            )
-        wrapped.append(d % x.dim())
-    return wrapped
+    return [None if d is None else d % x.dim() for x, d in zip(flat, dims, strict=True)]
 
 
 def mapped_size(flat: list[Any], dims: list[int | None], name: str) -> int:

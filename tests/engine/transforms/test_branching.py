@@ -222,16 +222,6 @@ def test_vmap_branch_after_write_refused() -> None:
         vmap(writes)(BATCH.clone())
 
 
-def test_vmap_branch_inside_try_except() -> None:
-    def careful(x: Tensor) -> Tensor:
-        try:
-            return a_choice(x)
-        except Exception:
-            return x * 0
-
-    assert torch.equal(vmap(careful)(BATCH), torch.stack([a_choice(x) for x in BATCH]))
-
-
 def test_vmap_boolean_mask_equal_counts() -> None:
     rows = torch.tensor([[1.0, -1, 2, -2], [-3, 4, 5, -1]])
     assert torch.equal(vmap(lambda x: x[x > 0])(rows), torch.tensor([[1.0, 2], [4, 5]]))

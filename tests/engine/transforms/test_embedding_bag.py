@@ -37,18 +37,6 @@ def test_embedding_bag_of_each_sample(mode: str, padding_idx: int | None) -> Non
     torch.testing.assert_close(vmap(grad(loss), in_dims=(0, 0, None))(tables, INDEX, OFFSETS[0]), expected)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_embedding_bag_include_last_offset(mode: str) -> None:
-    def loss(weight: Tensor, index: Tensor) -> Tensor:
-        out = embedding_bag(
-            index, weight, torch.tensor([0, 2, 2, POSITIONS]), mode=mode, include_last_offset=True
-        )
-        return (out**3 * SCALE[:3]).sum()
-
-    (expected,) = gradients_by_loop(loss, WEIGHT.expand(SAMPLES, -1, -1), INDEX)
-    torch.testing.assert_close(vmap(grad(loss), in_dims=(None, 0))(WEIGHT, INDEX), expected)
-
-
 def test_embedding_bag_per_sample_weights() -> None:
     def loss(weight: Tensor, index: Tensor, shares: Tensor) -> Tensor:
         out = embedding_bag(
@@ -60,21 +48,6 @@ def test_embedding_bag_per_sample_weights() -> None:
     expected = gradients_by_loop(loss, WEIGHT.expand(SAMPLES, -1, -1), INDEX, shares, argnums=(0, 2))
     result = vmap(grad(loss, argnums=(0, 2)), in_dims=(None, 0, 0))(WEIGHT, INDEX, shares)
     torch.testing.assert_close(result, expected)
-
-
-def test_embedding_bag_nan() -> None:
-    """A maximum is NaN where the bag's first row is, and passes over later ones: PyTorch's kernel compares
-    with what it has.
-    """
-    table, indices = WEIGHT.clone(), torch.tensor([[1, 3], [3, 1], [1, 2]])
-    table[3] = torch.nan
-
-    def bag(index: Tensor) -> Tensor:
-        return embedding_bag(index, table, torch.tensor([0]), mode="max")
-
-    torch.testing.assert_close(
-        vmap(bag)(indices), torch.stack([bag(index) for index in indices]), equal_nan=True
-    )
 
 
 def test_embedding_bag_empty_index() -> None:

@@ -167,8 +167,9 @@ def test_elementwise_derivative_of_extreme_values(name: str, dtype: torch.dtype)
             )
 
 
-X = [0.0, -0.0, NAN, INF, -INF, 0.3, -0.3, 5.0, -5.0, 1e30]
+X = [0.0, -0.0, NAN, INF, -INF, 0.3, -0.3, 5.0, -5.0, 100.0, 1e4, 1e30, -1e30]
 SECOND: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: getattr(F, name) for name in ("elu", "selu", "celu", "softplus")},
     "huber_loss": lambda x: F.huber_loss(x, torch.zeros_like(x), reduction="none", delta=0.3),
     "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, torch.zeros_like(x), reduction="none", beta=0.3),
     "huber_loss of the target": lambda x: F.huber_loss(torch.zeros_like(x), x, reduction="none"),

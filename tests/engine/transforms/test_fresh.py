@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from psgrad.engine.transforms import grad, jvp, vjp, vmap
 from psgrad.errors import TransformError
@@ -167,31 +167,6 @@ def test_vmap_fresh_tensor_derivatives(function: Function) -> None:
     )
 
 
-@pytest.mark.parametrize("layer", [nn.GRU, nn.RNN, nn.LSTM], ids=lambda layer: layer.__name__)
-def test_vmap_recurrent_layers(layer: type[nn.RNNBase]) -> None:
-    torch.manual_seed(0)
-    model = layer(4, 3, num_layers=2, batch_first=True).double().requires_grad_(False)
-    sequences = torch.randn(5, 6, 4, dtype=torch.float64)
-    torch.testing.assert_close(vmap(lambda x: model(x)[0])(sequences), model(sequences)[0])
-
-
-@pytest.mark.parametrize("cell", [nn.GRUCell, nn.RNNCell, nn.LSTMCell], ids=lambda cell: cell.__name__)
-def test_vmap_recurrent_cells(cell: type[nn.RNNCellBase]) -> None:
-    torch.manual_seed(0)
-    model = cell(4, 3).double().requires_grad_(False)
-    first = (lambda out: out[0]) if cell is nn.LSTMCell else (lambda out: out)
-    torch.testing.assert_close(vmap(lambda x: first(model(x)))(BATCH), first(model(BATCH)))
-
-
-def test_vmap_fresh_tensor_uniform_randomness_different() -> None:
-    torch.manual_seed(3)
-    drawn = vmap(lambda x: torch.empty(2, dtype=x.dtype).uniform_() + 0 * x.sum(), randomness="different")(
-        BATCH
-    )
-    torch.manual_seed(3)
-    torch.testing.assert_close(drawn, torch.empty(5, 2, dtype=torch.float64).uniform_())
-
-
 def test_vmap_fresh_draw_randomness_same_write() -> None:
     def function(x: Tensor) -> Tensor:
         noise = torch.randn(4, dtype=x.dtype)
@@ -211,17 +186,6 @@ def test_vmap_fresh_tensor_returned_without_sample_axis() -> None:
     assert vmap(lambda x: torch.zeros(2))(BATCH).shape == (5, 2)
     with pytest.raises(TransformError, match="out_dim is None"):
         vmap(lambda x: an_accumulator(x), out_dims=None)(BATCH)
-
-
-def test_vmap_fresh_tensor_item_and_bool() -> None:
-    def function(x: Tensor) -> Tensor:
-        limit = torch.tensor(3)
-        for _ in range(int(limit)):
-            if bool(limit > 2):
-                x = x + limit.item()
-        return x
-
-    torch.testing.assert_close(vmap(function)(BATCH), BATCH + 9)
 
 
 def test_vmap_write_into_closure_tensor_refused() -> None:

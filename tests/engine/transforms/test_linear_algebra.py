@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from psgrad.engine.transforms import grad, hessian, jvp, vmap
+from psgrad.engine.transforms import grad, hessian, vmap
 from psgrad.errors import TransformError
 
 aten = torch.ops.aten
@@ -68,27 +68,6 @@ def test_solve_vector_or_matrix_right_hand_side(matrix: Any, side: Any, in_dims:
     if a.dim() - (in_dims[0] == 0) == 3 and b.dim() - (in_dims[1] == 0) == 1:
         b = b.unsqueeze(-1)
     check(lambda a, b: torch.linalg.solve(a, b).pow(3).sum(), in_dims, a, b)
-
-
-@pytest.mark.parametrize("in_dims", [(0, 0), (2, 1), (1, None), (None, -1)])
-def test_solve_in_dims(in_dims: Any) -> None:
-    where = [d for d in in_dims if d is not None]
-    a, b = draws(3, 3, 3), draws(3, 3, seed=1)
-    assert where
-    if in_dims[0] is None:
-        a = a[0]
-    if in_dims[1] is None:
-        b = b[0]
-    for loss in (
-        lambda a, b: torch.linalg.solve(a, b).sum(),
-        lambda a, b: torch.linalg.solve_triangular(a, b.unsqueeze(-1), upper=True).sum(),
-        lambda a, b: torch.linalg.lstsq(a, b.unsqueeze(-1)).solution.sum(),
-        lambda a, b: (torch.linalg.svd(a)[1] * b).sum(),
-        lambda a, b: (torch.linalg.qr(a)[1] * b).sum(),
-        lambda a, b: (torch.linalg.cholesky(positive(a)) * b).sum(),
-        lambda a, b: torch.cholesky_solve(b.unsqueeze(-1), torch.linalg.cholesky(positive(a))).sum(),
-    ):
-        check(loss, in_dims, a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_solve_shared_matrix_factored_once() -> None:
@@ -184,16 +163,6 @@ def test_determinant_derivatives_matrix_of_one_number(value: float) -> None:
     assert torch.equal(vmap(hessian(torch.linalg.det))(a), torch.zeros(2, 1, 1, 1, 1, dtype=torch.float64))
 
 
-def test_logdet_derivatives() -> None:
-    a = positive(draws(4, 3, 3))
-    inverse = torch.linalg.inv(a)
-    torch.testing.assert_close(vmap(grad(torch.logdet))(a), inverse.mT)
-    expected = -torch.einsum("nli,njk->nijkl", inverse, inverse)
-    torch.testing.assert_close(
-        vmap(hessian(torch.logdet))(a), expected.permute(0, 2, 1, 3, 4).transpose(1, 2)
-    )
-
-
 # -- degenerate matrices -------------------------------------------------------------------------------------
 
 REPEATED = torch.diag(torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64))
@@ -286,79 +255,6 @@ def test_cholesky_gaussian_process_likelihood() -> None:
 
     scale, noise = torch.tensor(0.7, dtype=torch.float64), torch.tensor(-1.0, dtype=torch.float64)
     check(loss, (None, None, 0, 0), scale, noise, draws(3, 5), draws(3, 5, seed=1))
-
-
-def test_multivariate_normal_log_prob_with_argument_checks() -> None:
-    """The checks are branches, on which all samples agree."""
-
-    def loss(mean: Tensor, covariance: Tensor, x: Tensor) -> Tensor:
-        return torch.distributions.MultivariateNormal(mean, covariance).log_prob(x)
-
-    check(loss, (None, 0, 0), draws(3), positive(draws(4, 3, 3)), draws(4, 3, seed=1))
-
-
-def test_solve_jvp() -> None:
-    a, b, da = draws(4, 3, 3), draws(4, 3, seed=1), draws(4, 3, 3, seed=2)
-    _, moved = vmap(lambda a, b, da: jvp(lambda a: torch.linalg.solve(a, b), (a,), (da,)))(a, b, da)
-    x = torch.linalg.solve(a, b)
-    torch.testing.assert_close(moved, -torch.linalg.solve(a, torch.einsum("nij,nj->ni", da, x)))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"center": False},
-        {"hop_length": 3, "win_length": 10},
-        {"normalized": True, "onesided": False},
-        {"center": False, "win_length": 9, "align_to_window": True},
-        {"pad_mode": "constant", "window": torch.hann_window(16, dtype=torch.float64)},
-    ],
-)
-@pytest.mark.parametrize("shape", [(3, 50), (3, 2, 50)])
-def test_stft_derivatives(options: dict[str, Any], shape: tuple[int, ...]) -> None:
-    signals = draws(*shape)
-
-    def spectrum(x: Tensor) -> Tensor:
-        return torch.stft(x, 16, return_complex=True, **options)
-
-    torch.testing.assert_close(vmap(spectrum)(signals), torch.stack([spectrum(x) for x in signals]))
-    check(lambda x: spectrum(x).abs().pow(3).sum(), (0,), signals)
-
-
-def test_istft_inverts_stft() -> None:
-    signals, window = draws(3, 64), torch.hann_window(16, dtype=torch.float64)
-
-    def there_and_back(x: Tensor) -> Tensor:
-        return torch.istft(torch.stft(x, 16, window=window, return_complex=True), 16, window=window)
-
-    torch.testing.assert_close(vmap(there_and_back)(signals), signals)
-    torch.testing.assert_close(vmap(grad(lambda x: there_and_back(x).pow(2).sum()))(signals), 2 * signals)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"win_length": 20}, {"window": torch.ones(3)}, {"window": torch.ones(1)}, {"return_complex": None}],
-)
-def test_stft_wrong_window_refused(options: dict[str, Any]) -> None:
-    arguments = {"n_fft": 16, "center": False, "return_complex": True, **options}
-    with pytest.raises(RuntimeError, match=r"stft|window tensor"):
-        vmap(lambda x: torch.stft(x, **arguments))(draws(3, 50))
-
-
-@pytest.mark.parametrize("shape", [(5, 4), (6, 5, 4), (2, 6, 5, 4)])
-@pytest.mark.parametrize("dims", [(0, 0), (None, 0), (0, None)])
-def test_matmul_matrix_mapped_and_many_rows(
-    shape: tuple[int, ...], dims: tuple[int | None, int | None]
-) -> None:
-    left, right = (
-        draws(*(() if dim is None else (3,)), *one, seed=place)
-        for place, (dim, one) in enumerate(zip(dims, (shape, (4, 7)), strict=True))
-    )
-    weights = draws(*shape[:-1], 7, seed=2)
-    check(lambda a, b: (torch.matmul(a, b) * weights).sum(), dims, left, right)
-    found = vmap(torch.matmul, in_dims=dims)(left, right)
-    torch.testing.assert_close(found, torch.func.vmap(torch.matmul, in_dims=dims)(left, right))
 
 
 def test_matmul_matrix_mapped_is_not_copied_for_rows() -> None:

@@ -115,15 +115,6 @@ def test_margin_losses_any_arguments_mapped(name: str, mapped: tuple[int | None,
         torch.testing.assert_close(one[:, 1], (above - below) / 2e-6, rtol=1e-6, atol=1e-8)
 
 
-def test_multi_margin_loss_gradient_in_class_weights() -> None:
-    """The loss is linear in them."""
-    f = lambda w, x: F.multi_margin_loss(x, LABELS, 2, 0.7, w)
-    expected = torch.stack(
-        [torch.stack([f(unit, x) for unit in torch.eye(4, dtype=torch.float64)]) for x in X]
-    )
-    torch.testing.assert_close(vmap(grad(f), (None, 0))(WEIGHTS, X), expected)
-
-
 @pytest.mark.parametrize("weight", [None, torch.ones(3)])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_loss_of_zero_has_the_sign_that_pytorch_gives_it(reduction: str, weight: Tensor | None) -> None:

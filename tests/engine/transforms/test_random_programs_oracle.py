@@ -21,13 +21,14 @@ from tests.random_programs.checking import (
     EQUAL,
     INFINITE,
     NOT_NOTICED,
+    ROUNDED,
     TOO_LARGE,
     UNDERFLOW,
     Outcome,
     check,
 )
 from tests.random_programs.programs import Argument, Program, Statement
-from tests.random_programs.writer import Writer
+from tests.random_programs.writer import write
 
 aten = torch.ops.aten
 NORMAL = "torch.randn({shape}, dtype=torch.float64)"
@@ -208,35 +209,13 @@ def test_oracle_says_what_a_difference_is(name: str) -> None:
     assert check(one).kind == kind
 
 
-def test_oracle_excuses_no_infinity_by_underflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, numbers = program(("a0",), "vmap", extreme=True, dtype=torch.float32), [torch.ones(3)]
-    monkeypatch.setattr(checking, "run_ours", lambda *_: [torch.ones(3).double()])
-    monkeypatch.setattr(checking, "run_loop", lambda *_: [torch.ones(3).double()])
-    assert checking._underflows(one, [numbers[0] * 1.1], numbers)
-    assert not checking._underflows(one, [numbers[0] * torch.inf], numbers)
-    assert not checking._underflows(one, numbers, [numbers[0] * torch.nan])
-
-
-def test_oracle_infinite_sum_of_finite_gradients_is_wrong() -> None:
-    one = program(("a0 * a1",), "grad(vmap)", extreme=True)
-    sums = [torch.zeros(3, 2, 3), torch.zeros(3)]
-    (_, off) = checking._unless_infinite(
-        one, [sums[0], sums[1] + torch.inf], [sums[0], sums[1] * torch.nan], sums
-    )
-    assert not off.isnan().any()
-
-
-@pytest.mark.parametrize(("off_by", "rounding"), [(1e-11, True), (1e-6, False)])
-def test_oracle_takes_for_rounding_what_shrinks_with_the_unit(
-    monkeypatch: pytest.MonkeyPatch, off_by: float, rounding: bool
-) -> None:
-    """One number may be off by what moved values lead to, another by units of the largest number."""
-    plain, measured = [torch.tensor([4.0, 0.0])], [torch.tensor([1e-2, 0.0], dtype=torch.float64)]
-    monkeypatch.setattr(checking, "run_loop", lambda *_: [plain[0].double()])
-    monkeypatch.setattr(checking, "run_ours", lambda *_: [plain[0].double() + torch.tensor([off_by, 1e-14])])
-    ours = [plain[0] + torch.tensor([2e-3, 5e-7])]
-    one = program(("a0",), "vmap", dtype=torch.float32)
-    assert checking._shrinks_with_the_unit(one, ours, plain, measured) == rounding
+@pytest.mark.long
+def test_oracle_knows_sign_of_one_number_that_rounding_makes_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number is normalised along an axis of length one; without that the difference is wrong."""
+    one = write(771000000049)
+    assert check(one).kind == ROUNDED
+    monkeypatch.setattr(checking, "_normalises_a_rounded_zero", lambda program: False)
+    assert check(one).failed
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -254,19 +233,6 @@ def test_oracle_write_that_autograd_notices_in_one_of_two_ways(line: str, dtype:
     assert check(one).kind in (BOTH_RAISED, NOT_NOTICED)
 
 
-def test_oracle_write_that_changes_no_derivative_and_that_autograd_notices_in_one_of_two_ways() -> None:
-    lines = (
-        Statement("t0 = a0.clone()", "t0"),
-        Statement("t0.copy_(a2.sin())", "t0", writes=True),
-        Statement("t1 = torch.kron(t0, t0)", "t1"),
-        Statement("t0.index_fill_(-1, torch.tensor([0]), -1.0)", "t0", writes=True),
-    )
-    one = program(("a0",), "autograd of vmap", dtype=torch.float32)
-    number = Argument("a2", (), NORMAL, seed=3)
-    one = replace(one, arguments=(*one.arguments, number), samples=1, statements=lines, outputs=("t1",))
-    assert check(one).kind in (BOTH_RAISED, NOT_NOTICED)
-
-
 def test_oracle_knows_cotangent_rounded_by_cast_inside_write() -> None:
     """The parts of the cotangent cancel: a cross-entropy of equal numbers does not depend on their size."""
     lines = (
@@ -276,13 +242,6 @@ def test_oracle_knows_cotangent_rounded_by_cast_inside_write() -> None:
     )
     one = replace(program(("a0",), "jacrev(vmap)"), statements=lines, outputs=("t1",))
     assert check(one) == Outcome("equal")
-
-
-def test_writer_clones_source_that_shares_memory() -> None:
-    writer, x = Writer(0), torch.arange(6.0)
-    writer.tensors = {"t0": x, "t1": x[:3], "t2": torch.zeros(3)}
-    assert writer.apart("t1", "t0") == "t1.clone()"
-    assert writer.apart("t2", "t0") == "t2"
 
 
 def test_run_counts_program_that_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:

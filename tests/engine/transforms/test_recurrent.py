@@ -110,15 +110,6 @@ def test_recurrent_dropout_between_layers() -> None:
     agrees(layer, use, torch.randn(TIMES, B, INPUTS))
 
 
-def test_recurrent_unbatched_input_and_initial_state() -> None:
-    layer = nn.LSTM(INPUTS, HIDDEN)
-    agrees(
-        layer,
-        lambda layer, x: layer(x, (x[:1, :1].expand(1, HIDDEN), x[1:2, 1:2].expand(1, HIDDEN))),
-        torch.randn(TIMES, INPUTS),
-    )
-
-
 @each_layer
 def test_recurrent_tangents_and_second_derivatives(name: str) -> None:
     layer = LAYERS[name](2, 3, num_layers=2)
@@ -297,11 +288,6 @@ def test_packed_lengths_differ_given_start() -> None:
     agrees_for_each_sample(PackedUse(layer, lambda layer, packed: layer(packed, tuple(start))[1]))
 
 
-def test_packed_lengths_differ_two_layers_in_a_row() -> None:
-    layer = nn.ModuleList([nn.GRU(INPUTS, HIDDEN), nn.LSTM(HIDDEN, HIDDEN)])
-    agrees_for_each_sample(PackedUse(layer, lambda layer, packed: layer[1](layer[0](packed)[0])[1]))
-
-
 def test_packed_lengths_differ_dropout_between_layers_runs_by_length() -> None:
     """A mask for as many rows as the longest sample has would depend on the others in the batch."""
     layer = nn.GRU(INPUTS, HIDDEN, num_layers=2, dropout=0.999999)
@@ -388,17 +374,6 @@ def test_recurrent_length_zero_refused() -> None:
     layer = nn.GRU(INPUTS, HIDDEN)
     with pytest.raises(TransformError, match="gru on sequences of length 0"):
         grad(lambda x: total(layer(x)))(torch.randn(0, B, INPUTS))
-
-
-def test_recurrent_norms_alone() -> None:
-    model = Last(nn.LSTM(INPUTS, HIDDEN, batch_first=True))
-    params = {name: value.detach() for name, value in model.named_parameters()}
-    x = torch.randn(4, TIMES, INPUTS)
-    gradients = per_sample_gradients(
-        lambda params, x: functional_call(model, params, (x[None],)).sum(), params, x
-    )
-    written_out = {name: value.flatten(1).square().sum(1) for name, value in gradients.materialise().items()}
-    torch.testing.assert_close(gradients.square_norms(per="parameter"), written_out)
 
 
 @pytest.mark.parametrize("cotangent", [float("nan"), float("inf"), float("-inf"), 2.0])

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import grid_sample, interpolate
+from torch.nn.functional import grid_sample
 
 from psgrad.engine.transforms import grad, vmap
 from tests.engine.transforms.loops import gradients_by_loop
@@ -57,39 +57,3 @@ def test_grid_sample(axes: int, mode: str, padding: str, align: bool) -> None:
             raise
         pytest.skip("PyTorch before 2.13 has no second derivative to hold ours against")
     torch.testing.assert_close(vmap(grad(size_of_gradient, (0, 1)))(images, grids), twice)
-
-
-KINDS = {
-    "nearest": (1, 2, 3),
-    "nearest-exact": (1, 2, 3),
-    "linear": (1,),
-    "bilinear": (2,),
-    "bicubic": (2,),
-    "trilinear": (3,),
-}
-
-
-@pytest.mark.parametrize("by", ["size", "factor"])
-@pytest.mark.parametrize(
-    ("mode", "axes"), [(mode, axes) for mode, several in KINDS.items() for axes in several]
-)
-def test_upsampling(mode: str, axes: int, by: str) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(3, 2, 2, *(4,) * axes, dtype=torch.float64)
-    how = {"size": (7,) * axes} if by == "size" else {"scale_factor": 1.7}
-
-    def loss(x: Tensor) -> Tensor:
-        return (interpolate(x, **how, mode=mode) ** 3).sum()
-
-    torch.testing.assert_close(vmap(grad(loss))(x), *gradients_by_loop(loss, x))
-
-
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-def test_interpolate_antialias(mode: str) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(3, 2, 2, 9, 9, dtype=torch.float64)
-
-    def loss(x: Tensor) -> Tensor:
-        return (interpolate(x, (4, 5), mode=mode, antialias=True) ** 3).sum()
-
-    torch.testing.assert_close(vmap(grad(loss))(x), *gradients_by_loop(loss, x))

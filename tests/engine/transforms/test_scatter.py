@@ -88,22 +88,6 @@ def test_masked_fill_mask_of_each_sample(write: Callable[..., Tensor]) -> None:
     assert_like_the_loop(write, X, MASKS[:, :, 0], rows, argnums=(0, 2))
 
 
-def test_index_put_mask_of_columns() -> None:
-    def write(x: Tensor, mask: Tensor, column: Tensor) -> Tensor:
-        y = x * 2
-        y[:, mask] = column
-        return (y**3).sum()
-
-    assert_like_the_loop(write, X, MASKS[:, 0], torch.randn(4, 3, 1, dtype=torch.float64), argnums=(0, 2))
-
-
-def test_masked_scatter() -> None:
-    source = torch.randn(4, 15, dtype=torch.float64)
-    assert_like_the_loop(
-        lambda x, mask, s: (x.masked_scatter(mask, s) ** 3).sum(), X, MASKS, source, argnums=(0, 2)
-    )
-
-
 STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
     "windows": lambda x: (x * 2).as_strided((5, 3), (2, 1)),
     "of a transpose": lambda x: (x * 2).t().as_strided((2, 3), (5, 1)),

@@ -155,6 +155,35 @@ def test_shapes_by_formula_see_arguments_given_by_name() -> None:
         shape_checks._check_shapes(aten.linear.default, (x, weight), {"bias": torch.zeros(3)})
 
 
+# Operators of which only the kernel runs where there are few elements: (arguments, by name).
+KERNELS: dict[Any, tuple[tuple[Any, ...], ...]] = {
+    aten.cat.default: (([torch.zeros(2, 3), torch.zeros(2, 4)], 0), ([torch.zeros(2), torch.zeros(3)], 0)),
+    aten.layer_norm.default: ((torch.zeros(2, 3), [2]), (torch.zeros(2, 3), [3])),
+    aten.mean.dim: ((torch.zeros(2), [1]), (torch.zeros(2), [0])),
+    aten.cross_entropy_loss.default: (
+        (torch.zeros(3), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(3), torch.zeros((), dtype=torch.int64)),
+    ),
+    aten.batch_norm.default: (
+        (torch.zeros(2, 3), torch.zeros(2), None, None, None, True, 0.1, 1e-5, False),
+        (torch.zeros(2, 3), torch.zeros(3), None, None, None, True, 0.1, 1e-5, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("op", KERNELS, ids=str)
+def test_shapes_of_few_elements_are_those_of_the_kernel_and_of_many_those_of_pytorch(
+    op: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, right = KERNELS[op]
+    expected = told(lambda: op(*wrong))
+    assert expected
+    for few in (shape_checks._FEW, -1):
+        monkeypatch.setattr(shape_checks, "_FEW", few)
+        assert told(lambda: shape_checks._check_shapes(op, wrong, {})) == expected
+        assert told(lambda: shape_checks._check_shapes(op, right, {})) == ""
+
+
 def test_shapes_same_signature_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Any] = []
     right = shape_checks._check_shapes
@@ -178,21 +207,6 @@ def test_shapes_check_draws_no_random_number(monkeypatch: pytest.MonkeyPatch) ->
 def test_shapes_checker_notices_unchecked_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "refuse_shapes", lambda *call: None)
     assert any(complaint.endswith("accepted") for complaint in accepted("mm"))
-
-
-@pytest.mark.parametrize("function", [torch.var_mean, torch.std_mean, torch.var, torch.std])
-@pytest.mark.parametrize(
-    "keywords", [{"dim": None}, {"dim": None, "keepdim": True, "correction": 0}, {"dim": 0, "correction": 0}]
-)
-def test_vmap_statistics_of_scalars(function: Callable[..., Any], keywords: dict[str, Any]) -> None:
-    x = torch.randn(3, dtype=torch.float64)
-    result, wanted = vmap(lambda x: function(x, **keywords))(x), [function(one, **keywords) for one in x]
-    if isinstance(result, tuple):
-        torch.testing.assert_close(
-            result, tuple(torch.stack(column) for column in zip(*wanted, strict=True)), equal_nan=True
-        )
-    else:
-        torch.testing.assert_close(result, torch.stack(wanted), equal_nan=True)
 
 
 def outcome(function: Callable[..., Any], *tensors: torch.Tensor | None) -> str:

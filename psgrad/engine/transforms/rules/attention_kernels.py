@@ -123,10 +123,7 @@ def _back_by_matrix_products(
     if dropout_p > 0:
         raise UnsupportedOperatorError(
             "a second derivative of a fused attention kernel with dropout",
-            hint=(
-                "the kernel does not return its dropout mask; use"
-                " torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the model, or dropout_p=0"
-            ),
+            hint="use torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the model, or dropout_p=0",
         )
     group = query.shape[-3] // key.shape[-3]
     wide_key, wide_value = (x.repeat_interleave(group, -3) if group > 1 else x for x in (key, value))

@@ -16,22 +16,21 @@ from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import (
     aten,
     elementwise,
-    elementwise_batch,
     leading,
     linear,
     of_one_if_empty,
     unchanged,
     wrap_dim,
 )
-from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.engine.transforms.rules.registry import Op, replace
 from psgrad.engine.transforms.tracer import innermost
 
 
-def _from_pairs(x: torch.Tensor) -> torch.Tensor:
+def from_pairs(x: torch.Tensor) -> torch.Tensor:
     return torch.complex(x.select(-1, 0), x.select(-1, 1))
 
 
-def _to_pairs(x: torch.Tensor) -> torch.Tensor:
+def to_pairs(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(x.resolve_conj())
 
 
@@ -45,7 +44,7 @@ linear(aten.resolve_conj.default, aten.resolve_neg.default, back=unchanged, batc
 linear(aten._neg_view.default, back=lambda out, x: lambda g: -g, batch=leading)
 linear(
     aten.view_as_real.default,
-    back=lambda out, x: _from_pairs,
+    back=lambda out, x: from_pairs,
     batch=lambda batch, op, x: op(_carried_out(batch.physical(x))),
 )
 
@@ -57,38 +56,13 @@ def _view_as_complex_batch(batch: Any, op: Op, x: torch.Tensor) -> torch.Tensor:
     return op(physical if together else physical.contiguous())
 
 
-linear(aten.view_as_complex.default, back=lambda out, x: _to_pairs, batch=_view_as_complex_batch)
+linear(aten.view_as_complex.default, back=lambda out, x: to_pairs, batch=_view_as_complex_batch)
 linear(
     aten.real.default,
     back=lambda out, x: (lambda g: torch.complex(g, torch.zeros_like(g))) if x.is_complex() else lambda g: g,
     batch=leading,
 )
 linear(aten.imag.default, back=lambda out, x: lambda g: torch.complex(torch.zeros_like(g), g), batch=leading)
-
-
-def write_part(op: Op, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-    """The base after its view by `op`, one of those above, was overwritten by `new`; None for any other
-    operator, or for a copy.
-    """
-    if op is aten._conj.default:
-        return new.conj()
-    if op is aten._neg_view.default:
-        return -new
-    if op is aten.view_as_real.default:
-        return _from_pairs(new)
-    if op is aten.view_as_complex.default:
-        return _to_pairs(new)
-    if (
-        op in (aten.resolve_conj.default, aten.resolve_neg.default)
-        and not innermost(base).is_conj()
-        and not innermost(base).is_neg()
-    ):
-        return new  # nothing was marked: it was the base itself
-    if op is aten.real.default:
-        return torch.complex(new, torch.imag(base)) if base.is_complex() else new
-    if op is aten.imag.default:
-        return torch.complex(torch.real(base), new)
-    return None
 
 
 # -- made of two real values ---------------------------------------------------------------------------------
@@ -98,7 +72,6 @@ elementwise(
     x0=lambda out, x, y: lambda g: torch.real(g),
     x1=lambda out, x, y: lambda g: torch.imag(g),
 )
-define(aten.polar.default, batch=elementwise_batch)
 
 
 @replace(aten.polar.default)

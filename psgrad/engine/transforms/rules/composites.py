@@ -98,11 +98,8 @@ def shared_number(batch: Any, op: Op, values: torch.Tensor) -> Any:
     if values.dtype.is_floating_point or values.dtype.is_complex:
         raise TransformError(
             f"{op.name().removeprefix('aten::')} is not possible on a value that differs between"
-            f" samples{diagnostics.where()}; expected a program that does the same for every sample",
-            hint=(
-                "a Python number is taken from one sample's data; write the choice with torch.where, or"
-                " take the number from outside the function"
-            ),
+            f" samples{diagnostics.where()}",
+            hint="write the choice with torch.where, or take the number from outside the function",
         )
     raise Divergence(batch.level, values.tolist(), diagnostics.where())
 

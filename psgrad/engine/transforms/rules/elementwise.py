@@ -11,12 +11,10 @@ from torch.torch_version import TorchVersion
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.families import (
     aten,
-    broadcasting,
     cast,
     elementwise,
     unchanged,
 )
-from psgrad.engine.transforms.rules.registry import define
 
 # -- arithmetic ----------------------------------------------------------------------------------------------
 
@@ -165,27 +163,6 @@ elementwise(
     aten.fmin.default,
     x0=lambda out, x, y: lambda g: _where0((x <= y) | y.isnan(), _shared(g, x == y)),
     x1=lambda out, x, y: lambda g: _where0(_beyond(x, y) | x.isnan() & ~y.isnan(), _shared(g, x == y)),
-)
-
-
-def _masked_fill_batch(
-    batch: Any, op: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
-    """The batching rule. The kernel takes one number, not one for each sample."""
-    rank = max(x.dim(), mask.dim())
-    operands = [batch.aligned(t, rank) for t in (mask, value, x)]
-    if batch.is_mapped(value):
-        return torch.where(operands[0], operands[1].to(x.dtype), operands[2])
-    return op(operands[2], operands[0], value)
-
-
-define(
-    aten.masked_fill.Tensor,
-    vjp={
-        0: broadcasting(lambda out, x, mask, value: lambda g: aten.masked_fill.Scalar(g, mask, 0), 0),
-        2: broadcasting(lambda out, x, mask, value: lambda g: _where0(mask, g), 2),
-    },
-    batch=_masked_fill_batch,
 )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.rules.elementwise import conj
-from psgrad.engine.transforms.rules.families import aten, cast, leading, on_physical
+from psgrad.engine.transforms.rules.families import aten, cast, leading
 from psgrad.engine.transforms.rules.linear_systems import diag_of, eye_like, with_empty
 from psgrad.engine.transforms.rules.matmul import h
 from psgrad.engine.transforms.rules.registry import Op, define, replace
@@ -82,11 +82,8 @@ def _qr_back(out: Any, a: torch.Tensor, mode: str = "reduced") -> Callable[[list
         gq, gr = gs
         if spare and gq is not None:
             raise TransformError(
-                "the derivative of linalg.qr with mode='complete' of a matrix with more rows than"
-                " columns; expected mode='reduced', or a function of R alone",
-                hint=(
-                    "the columns of Q beyond those of the matrix are an arbitrary basis; use mode='reduced'"
-                ),
+                "the derivative of linalg.qr with mode='complete' of a matrix with more rows than columns",
+                hint="use mode='reduced', or R alone: the other columns of Q are an arbitrary basis",
             )
         inner = torch.zeros_like(r) if gr is None else gr[..., :columns, :] @ h(r)
         if gq is not None:
@@ -148,8 +145,6 @@ def _ormqr(
         _reflect(vectors, scales, x, transpose) if left else h(_reflect(vectors, scales, h(x), not transpose))
     )
 
-
-define(aten.linalg_householder_product.default, aten.ormqr.default, batch=on_physical)
 
 # -- eigenvalues ---------------------------------------------------------------------------------------------
 

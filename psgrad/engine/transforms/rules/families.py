@@ -215,14 +215,33 @@ def of_one_if_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
     which is then left out.
     """
 
-    def of_all(batch: Any, op: Op, *args: Any) -> Any:
+    def of_all(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
         if batch.size:
-            return rule(batch, op, *args)
+            return rule(batch, op, *args, **kwargs)
         level = type(batch.level)(1, batch.level.randomness)
-        zeros = [level.lift(batch.raw(a).new_zeros(1, *a.shape)) if batch.is_mapped(a) else a for a in args]
-        return map_tracers(lambda x: x[:0], rule(level.batch, op, *zeros))
+
+        def zeros(a: Any) -> Any:
+            return level.lift(batch.raw(a).new_zeros(1, *a.shape)) if batch.is_mapped(a) else a
+
+        named = {name: zeros(a) for name, a in kwargs.items()}
+        return map_tracers(lambda x: x[:0], rule(level.batch, op, *map(zeros, args), **named))
 
     return of_all
+
+
+@of_one_if_empty
+def one_by_one(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
+    """Batching for rare operators, whose kernels take one sample: they run for each sample alone."""
+
+    def of_sample(number: int) -> Any:
+        one = [batch.raw(a)[number] if batch.is_mapped(a) else a for a in args]
+        named = {k: batch.raw(a)[number] if batch.is_mapped(a) else a for k, a in kwargs.items()}
+        return op(*one, **named)
+
+    results = [of_sample(number) for number in range(batch.size)]
+    if isinstance(results[0], tuple):
+        return tuple(map(torch.stack, zip(*results, strict=True)))
+    return torch.stack(results)
 
 
 def leading(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.rules.families import aten, leading, sum_to
+from psgrad.engine.transforms.rules.families import aten, leading, one_by_one, sum_to
 from psgrad.engine.transforms.rules.matmul import h
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, constant, define, replace
 
@@ -145,38 +145,7 @@ def _lu_solve(
     return torch.linalg.solve_triangular(upper, inner, upper=True)
 
 
-def _lu_solve_batch(
-    batch: Any, op: Op, lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, **kwargs: Any
-) -> torch.Tensor:
-    """The batching rule. Either both the factors and their pivots get the sample axis, or neither."""
-    rank = max(lu.dim(), b.dim())
-    if batch.is_mapped(lu) or batch.is_mapped(pivots):
-        lead = (batch.size, *(1,) * (rank - lu.dim()))
-        factors = (
-            batch.physical(lu).reshape(*lead, *lu.shape),
-            batch.physical(pivots).reshape(*lead, *pivots.shape),
-        )
-    else:
-        factors = raised(batch, lu, rank), raised(batch, pivots, rank - 1)
-    # The kernel uses the stride of the last leading axis of the factors, which is arbitrary if its length is
-    # one.
-    return op(*(factor.contiguous() for factor in factors), raised(batch, b, rank), **kwargs)
-
-
-def _ldl_solve_batch(
-    batch: Any, op: Op, ld: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, **kwargs: Any
-) -> torch.Tensor:
-    """The batching rule. The kernel reads beyond the end of operands that broadcast, so they are copied to
-    their full size.
-    """
-    lead = torch.broadcast_shapes(ld.shape[:-2], b.shape[:-2])
-    axes = [(ld, 2), (pivots, 1), (b, 2)]
-    whole = [batch.physical(x.expand(*lead, *x.shape[x.dim() - own :])).contiguous() for x, own in axes]
-    return op(*whole, **kwargs)
-
-
-define(aten.linalg_lu_solve.default, batch=_lu_solve_batch)
-define(aten.linalg_ldl_solve.default, batch=_ldl_solve_batch)
+define(aten.linalg_ldl_solve.default, batch=one_by_one)
 
 # -- systems and inverses ------------------------------------------------------------------------------------
 

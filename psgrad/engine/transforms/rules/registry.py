@@ -30,7 +30,7 @@ from psgrad.engine.transforms.private_torch import decomposition_table, operator
 from psgrad.engine.transforms.refused_writes import memory_of
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import map_tracers, tensors_in
-from psgrad.errors import UnsupportedOperatorError, one_line
+from psgrad.errors import UnsupportedOperatorError
 
 Maker = Callable[..., Callable[..., Any]]
 Push = Callable[..., Callable[..., Any] | None]  # None: for these arguments the VJP is transposed
@@ -247,15 +247,8 @@ def _in_new_memory(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _without_rule(op: Op, cause: str) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(
-        f"operator {op.name()} has no rule{diagnostics.where()}; expected an operator with a rule, or one"
-        " that PyTorch defines by operators with rules",
-        hint=(
-            one_line(
-                cause,
-                "write the computation with other operators, or add a rule: docs/guides/adding-an-operator.md"
-                " shows how",
-            )
-        ),
+        f"operator {op.name()} has no rule{diagnostics.where()}: {cause}",
+        hint="use other operators, or add a rule: docs/guides/adding-an-operator.md shows how",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.private_torch import decomposition_table
-from psgrad.engine.transforms.rules.families import aten, first_result, folded, on_physical
+from psgrad.engine.transforms.rules.families import aten, first_result, folded, on_physical, one_by_one
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
 
 
@@ -64,29 +64,11 @@ def _fractional_back(backward: Op) -> Any:
     return lambda out, x, kernel, size, samples: lambda g: backward(g, x, kernel, size, out[1])
 
 
-def _fractional_batch(axes: int) -> Callable[..., Any]:
-    """Images may have a batch axis or none; the drawn places [b, c, axes], an argument of the forward
-    operator only, always have one.
-    """
-
-    def rule(batch: Any, op: Op, *args: Any) -> Any:
-        def images(x: torch.Tensor) -> torch.Tensor:
-            return batch.physical(x).flatten(0, -(axes + 2))
-
-        *given, last = args
-        # the backward kernel's indices are images
-        last = images(last) if last.dtype == torch.long else batch.fold(last)
-        result = op(*[images(a) if isinstance(a, torch.Tensor) else a for a in given], last)
-        return result if args[0].dim() == axes + 1 else batch.unfold(result, args[0].shape[0])
-
-    return rule
-
-
 for _axes in (2, 3):
     _declare_largest(f"max_pool{_axes}d_with_indices", _axes, _max_pool_back(_axes), pooled(_axes))
     _declare_largest(f"adaptive_max_pool{_axes}d", _axes, _adaptive_back, pooled(_axes))
     # of places that are drawn outside
-    _declare_largest(f"fractional_max_pool{_axes}d", _axes, _fractional_back, _fractional_batch(_axes))
+    _declare_largest(f"fractional_max_pool{_axes}d", _axes, _fractional_back, one_by_one)
 
 # -- averages ------------------------------------------------------------------------------------------------
 

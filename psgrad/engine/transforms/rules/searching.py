@@ -1,4 +1,6 @@
-"""Triangles and one-hot vectors; operators that search, and those whose number of results depends on data."""
+"""Triangles and one-hot vectors; operators that search and count; and those whose number of results depends
+on data.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.rules.families import aten, leading
+from psgrad.engine.transforms.rules.families import aten, leading, one_by_one
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 from psgrad.errors import TransformError
 
@@ -40,29 +42,39 @@ def _search_batch(batch: Any, op: Op, *args: Any, sorter: Any = None, **kwargs: 
 constant(aten.bucketize.Tensor, aten.searchsorted.Tensor, batch=_search_batch)
 
 
-def _nonzero_static_batch(
-    batch: Any, op: Op, x: torch.Tensor, *, size: int, fill_value: int = -1
+constant(
+    aten.nonzero_static.default,
+    aten.histogram.bin_ct,
+    aten.histogram.bins_tensor,
+    aten.hash_tensor.default,
+    batch=one_by_one,
+)
+
+
+def _histc_batch(
+    batch: Any, op: Op, x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0
 ) -> torch.Tensor:
-    """The indices of the first `size` nonzero elements of each sample, in order, by a stable sort."""
-    nonzero = batch.physical(x).reshape(batch.size, x.numel()) != 0
-    order = nonzero.logical_not().to(torch.uint8).sort(dim=1, stable=True)[1]
-    order = torch.constant_pad_nd(order, [0, max(size - order.shape[1], 0)])[:, :size]
-    places = torch.stack(torch.unravel_index(order, x.shape), -1) if x.dim() else order.unsqueeze(-1)[..., :0]
-    filled = torch.arange(size, device=x.device) < nonzero.sum(1, keepdim=True)
-    return torch.where(filled.unsqueeze(-1), places, fill_value)
+    """The counts of each sample, between its own least and largest value if no limits are given."""
+    values = batch.physical(x).reshape(batch.size, x.numel())
+    if low == high and values.shape[1]:
+        start, end = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
+    else:
+        start, end = (values.new_full((len(values), 1), limit) for limit in (low, high))
+    half = torch.where(start == end, 0.5, 0.0).to(values.dtype)
+    start, end = start - half, end + half
+    place = ((values - start) * bins / (end - start)).long().clamp(0, bins - 1)
+    counted = ((values >= start) & (values <= end)).to(values.dtype)
+    return values.new_zeros(batch.size, bins).scatter_add(1, place, counted)
 
 
-constant(aten.nonzero_static.default, batch=_nonzero_static_batch)
+constant(aten.histc.default, batch=_histc_batch)
 
 
 def _depends_on_data(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     raise TransformError(
         f"{op.name().removeprefix('aten::')} is not possible on a value that differs between"
-        f" samples{diagnostics.where()}; expected a program that is the same for every sample",
-        hint=(
-            "a Python number, a branch (if, while, assert) or a shape depends on one sample's data;"
-            " write the choice with torch.where, or take the number from outside the function"
-        ),
+        f" samples{diagnostics.where()}",
+        hint="write the choice with torch.where, or take the number from outside the function",
     )
 
 

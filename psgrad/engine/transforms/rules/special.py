@@ -23,12 +23,8 @@ def no_derivative(operator: str, argument: str) -> Maker:
 
     def maker(out: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedOperatorError(
-            f"the derivative of {operator} in its argument {argument!r} is not known{diagnostics.where()};"
-            f" expected no gradient in {argument!r}",
-            hint=(
-                f"PyTorch has no formula for it either; call .detach() on {argument!r}, or write the"
-                " computation with other operators"
-            ),
+            f"the derivative of {operator} in its argument {argument!r} is not known{diagnostics.where()}",
+            hint=f"call .detach() on {argument!r}, or write the computation with other operators",
         )
 
     return maker

@@ -7,17 +7,17 @@ own elements are read: the operator is then a lookup.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.rules.complex import write_part
+from psgrad.engine.transforms.rules.complex import from_pairs, to_pairs
 from psgrad.engine.transforms.rules.families import aten, cast
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.rules.views import inverse_permutation
-from psgrad.engine.transforms.tracer import Tracer, refuse_new_data
+from psgrad.engine.transforms.tracer import Tracer, innermost, refuse_new_data
 from psgrad.errors import TransformError, one_line
 
 
@@ -126,41 +126,56 @@ def write_through(
     None where a write through this kind of view is not supported (an expanded tensor has several elements at
     one place).
     """
-    if op in (
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.unsqueeze.default,
-    ):
-        return new.reshape(base.shape)
-    if op is aten.t.default:
-        return aten.t.default(new)
-    if op is aten.transpose.int:
-        return aten.transpose.int(new, *rest)
-    if op is aten.permute.default:
-        return aten.permute.default(new, inverse_permutation(rest[0]))
-    if op is aten.alias.default:
-        return new
-    if op is aten.select.int:
-        return aten.select_scatter.default(base, new, *rest)
-    if op is aten.slice.Tensor:
-        return aten.slice_scatter.default(base, new, *rest)
-    if op is aten.diagonal.default:
-        return aten.diagonal_scatter.default(base, new, *rest)
-    if op is aten.as_strided.default:
-        return aten.as_strided_scatter.default(base, new, *rest)
-    if op is aten.unbind.int and output is not None:
+    if op in _INVERSES:
+        return _INVERSES[op](new, *rest)
+    if op in _SCATTERS:
+        return _SCATTERS[op](base, new, *rest)
+    if op is aten.unbind.int:
         return aten.select_scatter.default(base, new, rest[0] if rest else 0, output)
     if op in (aten.split.Tensor, aten.split_with_sizes.default) and output is not None:
         dim = rest[1] if len(rest) > 1 else 0
         sizes = rest[0]
         start = output * sizes if isinstance(sizes, int) else sum(sizes[:output])
         return aten.slice_scatter.default(base, new, dim, start, start + new.shape[dim], 1)
-    if op in (aten.expand.default, aten.unfold.default):
-        return _write_by_place(op, base, new, rest)
-    return write_part(op, base, new)
+    return _write_by_place(op, base, new, rest) if op in (aten.expand.default, aten.unfold.default) else None
+
+
+# Of views of all elements: the value of the base.
+_INVERSES: dict[Op, Callable[..., Any]] = {
+    aten.t.default: aten.t.default,
+    aten.transpose.int: aten.transpose.int,
+    aten.permute.default: lambda new, dims: aten.permute.default(new, inverse_permutation(dims)),
+    aten.alias.default: lambda new: new,
+    aten._conj.default: lambda new: new.conj(),
+    aten._neg_view.default: lambda new: -new,
+    aten.view_as_real.default: from_pairs,
+    aten.view_as_complex.default: to_pairs,
+}
+# Of other views: (the base before, the new value of the view, its arguments) -> the base.
+_SCATTERS: dict[Op, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (
+            aten.view.default,
+            aten._unsafe_view.default,
+            aten.squeeze.default,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.unsqueeze.default,
+        ),
+        lambda base, new, *_: new.reshape(base.shape),
+    ),
+    aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+    aten.as_strided.default: aten.as_strided_scatter.default,
+    aten.real.default: lambda base, new: torch.complex(new, torch.imag(base)) if base.is_complex() else new,
+    aten.imag.default: lambda base, new: torch.complex(torch.real(base), new),
+    **dict.fromkeys(
+        (aten.resolve_conj.default, aten.resolve_neg.default),
+        # what was marked is a copy
+        lambda base, new: None if innermost(base).is_conj() or innermost(base).is_neg() else new,
+    ),
+}
 
 
 def _write_by_place(

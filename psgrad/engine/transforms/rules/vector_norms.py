@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.rules.families import aten, cast, wrap_dim
+from psgrad.engine.transforms.rules.families import aten, cast, one_by_one, wrap_dim
 from psgrad.engine.transforms.rules.reductions import axes_of, by_axes, mean_back, spread
 from psgrad.engine.transforms.rules.registry import Op, define
 
@@ -156,16 +156,4 @@ def _renorm_back(out: torch.Tensor, x: torch.Tensor, order: float, dim: int, max
     return back
 
 
-def _renorm_batch(
-    batch: Any, op: Op, x: torch.Tensor, order: float, dim: int, maxnorm: float
-) -> torch.Tensor:
-    """Slices of all samples are slices of one tensor."""
-    slices = batch.physical(x).movedim(wrap_dim(dim, x.dim()) + 1, 1)
-    return (
-        op(slices.flatten(0, 1), order, 0, maxnorm)
-        .unflatten(0, slices.shape[:2])
-        .movedim(1, wrap_dim(dim, x.dim()) + 1)
-    )
-
-
-define(aten.renorm.default, vjp={0: _renorm_back}, batch=_renorm_batch)
+define(aten.renorm.default, vjp={0: _renorm_back}, batch=one_by_one)
