@@ -128,10 +128,9 @@ def _unusual(added: Measured, queries: Measured, row: int) -> str:
         if (of >= value).mean() <= 1 - SUSPECT
     ]
     words = "; ".join(above)
-    if added.predictions is not None and added.targets is not None:
-        if added.predictions[row] != added.targets[row]:
-            words += f"; the model predicts {added.predictions[row]:g}, the label is {added.targets[row]:g}"
-    return words
+    if added.predictions is None or added.targets is None or added.predictions[row] == added.targets[row]:
+        return words
+    return f"{words}; the model predicts {added.predictions[row]:g}, the label is {added.targets[row]:g}"
 
 
 def _usual_distance(points: Array) -> float:
