@@ -56,6 +56,7 @@ def changed_rows(before: RowContents, after: RowContents) -> pd.DataFrame:
         found += [("removed", one, NO_ROW, "") for one in old[common:]]
         found += [("added", NO_ROW, other, "") for other in new[common:]]
     table = pd.DataFrame(found, columns=["kind", "before", "after", "what"])
+    table = table.astype({"before": np.int64, "after": np.int64})
     order = np.lexsort((table["before"], table["after"].replace(NO_ROW, np.iinfo(np.int64).max)))
     return table.iloc[order].reset_index(drop=True)
 

@@ -91,8 +91,6 @@ def test_sampling_fixed_uniform_over_batches() -> None:
         assert stats.chisquare([seen[batch] for batch in combinations(range(7), size)]).pvalue > ALPHA
 
 
-
-
 @pytest.mark.parametrize(
     "scheme", [Sampling("poisson", sample_rate=0.5), Sampling("poisson", sample_rate=1.0)]
 )
@@ -140,8 +138,6 @@ def test_sampling_rate_rounded_down(rate: float) -> None:
     assert drawn.tolist() == expected
 
 
-
-
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
@@ -170,5 +166,3 @@ def test_sampling_arguments_refused(fields: dict[str, Any], says: str) -> None:
 def test_sampling_small_dataset_refused() -> None:
     with pytest.raises(ConfigError, match="batch_size is 5, and the dataset has 4 records"):
         Sampling("fixed", batch_size=5).draw(4, make_generator())
-
-
