@@ -38,7 +38,7 @@ def review(
     exit_zero: ExitZero = False,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
-    """Predict what a change of the training data will do, before training.
+    """Predict what a change of the training data will do.
 
     Compares two versions of the training data row by row, and predicts the change of each query's loss
     from the model as it is now. Exit codes: 0 passed, 1 a limit of the config's section review is

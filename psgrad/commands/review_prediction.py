@@ -20,8 +20,10 @@ from psgrad.engine.influence.amounts import is_affine
 from psgrad.engine.influence.data_change import (
     STEPS,
     DataChange,
+    at_weights,
     changed_scalars,
     data_step,
+    flat_params,
     sum_of_gradients,
 )
 from psgrad.engine.influence.method import Checkpoint, Preconditioned
@@ -107,14 +109,18 @@ def predicted(
         affine, decay = is_affine(change.before), change.weight_decay
         exact = affine and change.after.flat.size <= _MORE_STEPS_UP_TO
         fit = _fitter(setup, view.checkpoint, decay, damping)
-        step, fitted, steps = data_step(change, fit, STEPS if exact else 1)
-        amounts = affine and getattr(fitted, "damping", 1.0) == 0.0
-        found.append(changed_scalars(view.queries, step, dict(scalars)))
+        step = data_step(change, fit, STEPS if exact else 1)
+        fitted, steps = step.fitted, step.steps
+        amounts = step.converged and getattr(fitted, "damping", 1.0) == 0.0
+        found.append(changed_scalars(view.queries, step.moved, dict(scalars)))
         if len(setup.views) == 1:
             unchanged = np.setdiff1d(np.arange(len(change.after)), added)
             same = _fitter(setup, view.checkpoint, decay, getattr(fitted, "damping", None))
             apart = _jackknife(change, unchanged, same, view.queries, dict(scalars))
         queries = view.queries.with_scalar(scalars[judged])
+        if steps > 1:  # halfway, where the parts of rows add up to the whole, but for third derivatives
+            halfway = flat_params(change.after) + step.moved / 2
+            fitted, queries = fit(at_weights(change.after, halfway)), at_weights(queries, halfway)
         worst = _difference(found[-1][judged]).argsort(descending=True)[:_WORST].numpy()
         chosen = [*sets, *(np.arange(len(queries)) == row for row in worst)]
         directions = torch.stack([sum_of_gradients(_some(queries, each)) / each.sum() for each in chosen])
@@ -221,8 +227,8 @@ def _jackknife(
         kept[unchanged[group::_GROUPS]] = False
         smaller = _some(change.after, kept)
         fitted = fit(smaller)
-        step, _, _ = data_step(change, lambda _, fitted=fitted: fitted)  # type: ignore[misc]
-        found.append(changed_scalars(queries, step * kept.mean(), scalars))
+        moved = data_step(change, lambda _, fitted=fitted: fitted).moved  # type: ignore[misc]
+        found.append(changed_scalars(queries, moved * kept.mean(), scalars))
     return found
 
 

@@ -54,7 +54,8 @@ def query_sets(setup: InfluenceSetup) -> Sets:
             sets.append(("class", name, targets == value))
     if config.review.group is not None:
         queries = config.influence.queries
-        assert queries is not None and queries.own_data is not None
+        assert queries is not None  # see `review`
+        assert queries.own_data is not None
         data = queries.own_data.model_copy(update={"weight": None})
         units = setup.run.other_samples(data, config.review.group, weighted=False).units
         assert units is not None
@@ -92,7 +93,8 @@ def totals_of(
     for level, title, chosen in sets:
         now, change, then = of("loss", chosen)
         margin, wrong = of("margin", chosen), of("wrong", chosen)
-        assert now is not None and change is not None
+        assert now is not None  # of the loss there is all
+        assert change is not None
         error = found.margin_of_error("loss", chosen) * abs(factors["loss"])
         # Predictions of single queries that are no amounts do not say which of them go wrong.
         after = wrong[2] if wrong[2] is not None else wrong[1] if trust.exact else None

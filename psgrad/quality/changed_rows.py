@@ -56,6 +56,7 @@ def changed_rows(before: RowContents, after: RowContents) -> pd.DataFrame:
         found += [("removed", one, NO_ROW, "") for one in old[common:]]
         found += [("added", NO_ROW, other, "") for other in new[common:]]
     table = pd.DataFrame(found, columns=["kind", "before", "after", "what"])
+    table = table.astype({"before": np.int64, "after": np.int64})
     order = np.lexsort((table["before"], table["after"].replace(NO_ROW, np.iinfo(np.int64).max)))
     return table.iloc[order].reset_index(drop=True)
 
@@ -128,10 +129,9 @@ def _unusual(added: Measured, queries: Measured, row: int) -> str:
         if (of >= value).mean() <= 1 - SUSPECT
     ]
     words = "; ".join(above)
-    if added.predictions is not None and added.targets is not None:
-        if added.predictions[row] != added.targets[row]:
-            words += f"; the model predicts {added.predictions[row]:g}, the label is {added.targets[row]:g}"
-    return words
+    if added.predictions is None or added.targets is None or added.predictions[row] == added.targets[row]:
+        return words
+    return f"{words}; the model predicts {added.predictions[row]:g}, the label is {added.targets[row]:g}"
 
 
 def _usual_distance(points: Array) -> float:

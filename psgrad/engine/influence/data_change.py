@@ -30,8 +30,11 @@ from psgrad.engine.transforms.private_torch import tree_map
 Scalar = Callable[[Any, Any], torch.Tensor]
 Fit = Callable[[Examples], Preconditioned]
 
-# Newton steps at most; and how long a step must be, relative to the first one, for another to follow it.
-STEPS, _SHORT = 6, 1e-3
+STEPS = 20
+"""Newton steps at most, for a model that is affine in its parameters."""
+# How long a step must be, relative to the first one, for another to follow it; halvings of a step at most;
+# and by how much rounding may raise an objective.
+_SHORT, _HALVINGS, _ROUNDING = 1e-3, 12, 1e-9
 
 
 @dataclass(frozen=True)
@@ -69,33 +72,67 @@ class DataChange:
         numbers whose gradients, times the inverse of the curvature, are `directions` [d, p]; to first order.
         """
         prepared = as_gradients(self.after.flat.split(directions.to(self.after.device)))
+        # a row brings its share of the penalty, too, which is n decay / 2 |theta|^2
+        penalty = self.weight_decay * (directions @ flat_params(self.after)).cpu()
         found = [torch.zeros(0, len(directions), dtype=torch.float64)]
         for rows, sign in self.signed_parts:
             chunks = rows.each(lambda gradients: {"": gradients.inner(prepared)})
-            found += [-sign * part[""].double() for _, part in chunks]
+            found += [-sign * (part[""].double() + penalty) for _, part in chunks]
         return torch.cat(found)
 
 
-def data_step(change: DataChange, fit: Fit, steps: int = 1) -> tuple[torch.Tensor, Preconditioned, int]:
-    """([p] float64, how far the change moves the weights; the fit to the changed data that took the first
-    step; how many steps were taken).
+@dataclass(frozen=True)
+class DataStep:
+    """How far a change moves the weights. moved: [p] float64. fitted: the curvature of the changed data, as the
+    first step took it. steps: Newton steps. converged: whether the last one was short beside the first.
+    """
+
+    moved: torch.Tensor
+    fitted: Preconditioned
+    steps: int
+    converged: bool
+
+
+def data_step(change: DataChange, fit: Fit, steps: int = 1) -> DataStep:
+    """Newton steps on the objective of the changed data.
 
     fit: the curvature of examples, with an inverse. steps: at most. Only for a model that is affine in its
-    parameters is a second step worth its time: it has the curvature at the weights that the first one led to.
+    parameters are further steps worth their time: each has the curvature at the weights that the one before
+    led to, and is halved until it does not raise the objective. What is left of the gradient at the start is
+    no effect of the change, and is taken out of the objective.
     """
-    fitted = first = fit(change.after)
-    flat, here, slope = change.after.flat, flat_params(change.after), change.slope()
-    # What is left of the gradient at the start is no effect of the change.
-    start = objective_slope(change.after, change.weight_decay) - slope if steps > 1 else slope
-    moved, length, taken = torch.zeros_like(slope), 0.0, 0
-    while True:
-        step = -flat.join(fitted.precondition(flat.split(slope.unsqueeze(0)))).double()[0].to(slope)
-        moved, taken = moved + step, taken + 1
-        length = length or float(step.norm())
-        if taken >= steps or float(step.norm()) <= _SHORT * length:
-            return moved, first, taken
-        there = at_weights(change.after, here + moved)
+    after, flat, here = change.after, change.after.flat, flat_params(change.after)
+    fitted, slope = fit(after), change.slope()
+    first, moved = fitted, torch.zeros_like(slope)
+    if steps == 1:
+        return DataStep(_newton(fitted, slope), first, 1, False)
+    start = objective_slope(after, change.weight_decay) - slope
+
+    def value(moved: torch.Tensor) -> float:
+        there = here + moved
+        losses = sum(float(part["loss"].sum()) for _, part in at_weights(after, there).losses())
+        penalty = len(after) * change.weight_decay / 2 * there.square().sum()
+        return losses + float(penalty - start @ moved)
+
+    lowest, length = value(moved), 0.0
+    for taken in range(1, steps + 1):
+        step = _newton(fitted, slope)
+        for _ in range(_HALVINGS):
+            if (found := value(moved + step)) <= lowest + _ROUNDING * abs(lowest):
+                break
+            step = step / 2
+        moved, lowest, length = moved + step, found, length or float(step.norm())
+        if float(step.norm()) <= _SHORT * length:
+            return DataStep(moved, first, taken, True)
+        there = at_weights(after, here + moved)
         fitted, slope = fit(there), objective_slope(there, change.weight_decay) - start
+    return DataStep(moved, first, steps, False)
+
+
+def _newton(fitted: Preconditioned, slope: torch.Tensor) -> torch.Tensor:
+    """[p] float64: minus the inverse of the curvature times a gradient."""
+    flat = fitted.training.flat
+    return -flat.join(fitted.precondition(flat.split(slope.unsqueeze(0)))).double()[0].to(slope)
 
 
 def at_weights(examples: Examples, weights: torch.Tensor) -> Examples:
