@@ -227,7 +227,7 @@ class Analysis:
         frame, projected, features = judged.frame, None, None
         if PROJECTED in measured.rows:
             projected = measured.rows[PROJECTED].double().numpy()
-            if self.setup.samples.group_sizes is None and len(frame) <= MOST:
+            if len(frame) <= MOST:
                 features = input_features(self.setup.reader, len(frame))
         history = measures.get("trajectory")
         losses = None if history is None else history.arrays.get("loss")

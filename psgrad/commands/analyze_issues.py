@@ -31,10 +31,10 @@ def label_probabilities(run: Setup) -> Array | None:
     name, config, classes = run.config.analyze.probabilities, run.config, run.reader.classes
     if name is None:
         return None
-    if run.criterion.kind != "class" or run.samples.group_sizes is not None:
+    if run.criterion.kind != "class":
         raise ConfigError(
-            f"analyze.probabilities: {name!r} is given, and the loss {config.loss.name} has no classes of"
-            " single rows; expected it with cross_entropy, and without data.group",
+            f"analyze.probabilities: {name!r} is given, and the loss {config.loss.name} has no classes;"
+            " expected it with cross_entropy",
         )
     alone = config.data.model_copy(update={**dict.fromkeys(_OTHERS), "inputs": {name: name}})
     column = load_data(alone, config.base)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from psgrad.commands.analyze_issues import input_features
 from psgrad.commands.influence_inputs import chosen_rows
 from psgrad.commands.influence_setup import InfluenceSetup
 from psgrad.data.previews import input_of
@@ -18,14 +19,13 @@ from psgrad.data.reader import CheckedReader, digests
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.method import row_norms
 from psgrad.quality.changed_rows import NO_ROW, Measured, RowContents, Suspicion, changed_rows, suspicion
+from psgrad.quality.issues import MOST
 from psgrad.ragged import Block
 from psgrad.run.results import TopSample
 
 Array = npt.NDArray[Any]
 
 _BLOCK = 1024  # rows that are read at once
-# Numbers of an input, and rows, up to which inputs are compared; and counts that stand for a text.
-_FEATURES, _COMPARED, _BINS = 4096, 50_000, 512
 _CARDS = 40  # changed rows whose inputs are shown
 
 
@@ -59,44 +59,23 @@ def suspicion_of(setup: InfluenceSetup, before: CheckedReader, added: Array, rem
     rows = replace(training, read=chosen_rows(setup.run.reader, added), count=len(added))
     stay = np.setdiff1d(np.arange(len(before.samples)), removed)
     known = replace(training, read=chosen_rows(before, stay), count=len(stay))
-    features, targets = _features(known)
     seen = np.zeros(len(known))  # losses of rows that the model was trained on are no reference
     return suspicion(
-        _measured(rows, setup.run.samples.ids[added]),
-        _measured(queries, setup.query_reader.samples.ids[setup.query_rows]),
-        Measured(before.samples.ids[stay], seen, seen, targets, None, features),
+        _measured(rows, setup.run.samples.ids[added], setup.run.reader.targets_at(added)),
+        _measured(queries, setup.query_reader.samples.ids[setup.query_rows], None),
+        Measured(before.samples.ids[stay], seen, seen, before.targets_at(stay), None, _features(known)),
     )
 
 
-def _measured(examples: Examples, ids: Array) -> Measured:
-    norms, (features, targets) = row_norms(examples), _features(examples)
-    return Measured(ids, norms.losses, norms.norms, targets, norms.columns.get("prediction"), features)
+def _measured(examples: Examples, ids: Array, targets: Array | None) -> Measured:
+    norms = row_norms(examples)
+    predictions = norms.columns.get("prediction")
+    return Measured(ids, norms.losses, norms.norms, targets, predictions, _features(examples))
 
 
-def _features(examples: Examples) -> tuple[Array | None, Array | None]:
-    """(numbers [n, k] of inputs that can be compared, targets [n]); None for inputs that are too large or of
-    several kinds, and for targets that are not one number. Of whole numbers, such as ids of tokens, how often
-    each occurs.
-    """
-    features, targets = [], []
-    for start in range(0, len(examples) if len(examples) <= _COMPARED else 0, _BLOCK):
-        block = examples.read(start, min(start + _BLOCK, len(examples)))
-        first = block.inputs[0]
-        if block.target is not None and block.target.dim() == 1:
-            targets.append(block.target.numpy())
-        if not first.is_floating_point():
-            features.append(_counts(block))
-        elif block.ragged is None and first[0].numel() <= _FEATURES:
-            features.append(first.reshape(len(first), -1).float().numpy())
-    return np.concatenate(features) if features else None, np.concatenate(targets) if targets else None
-
-
-def _counts(block: Block) -> Array:
-    """[n, bins]: how often each whole number of the first input occurs in a row, without padding."""
-    rows = [block.at(slice(row, row + 1)).inputs[0] for row in range(len(block))]
-    return np.stack([np.bincount(row.numpy().ravel() % _BINS, minlength=_BINS) for row in rows]).astype(
-        "float32"
-    )
+def _features(examples: Examples) -> Array | None:
+    """[n, k]: numbers of inputs that can be compared; None for too many rows."""
+    return input_features(examples.read, len(examples)) if len(examples) <= MOST else None
 
 
 def input_cards(

@@ -353,7 +353,6 @@ def change(config: dict[str, Any], **parts: Any) -> dict[str, Any]:
 REFUSED = {
     "no queries": ({"influence__queries": None}, "influence.queries names no dataset"),
     "no inverse": ({"influence__method": "gradient_dot"}, "no inverse"),
-    "groups of rows": ({"data__group": "site"}, "data.group"),
 }
 
 

@@ -83,8 +83,8 @@ class DataChange:
 
 @dataclass(frozen=True)
 class DataStep:
-    """How far a change moves the weights. moved: [p] float64. fitted: the curvature of the changed data, as the
-    first step took it. steps: Newton steps. converged: whether the last one was short beside the first.
+    """How far a change moves the weights. moved: [p] float64. fitted: the curvature of the changed data, as
+    the first step took it. steps: Newton steps. converged: whether the last one was short beside the first.
     """
 
     moved: torch.Tensor
@@ -101,7 +101,7 @@ def data_step(change: DataChange, fit: Fit, steps: int = 1) -> DataStep:
     led to, and is halved until it does not raise the objective. What is left of the gradient at the start is
     no effect of the change, and is taken out of the objective.
     """
-    after, flat, here = change.after, change.after.flat, flat_params(change.after)
+    after, here = change.after, flat_params(change.after)
     fitted, slope = fit(after), change.slope()
     first, moved = fitted, torch.zeros_like(slope)
     if steps == 1:
