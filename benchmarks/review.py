@@ -11,7 +11,7 @@ The predicted change of the mean margin, from three checkpoints of one run witho
 should tell harmful changes (wrong labels) from harmless ones, and rank as the real change does.
 
 Language: a small language model that has learnt facts. A third more rows come, of which 2 % of all rows say
-false things: how many of these are among the 3 % of the changed rows with the worst effects.
+false things: how many of these are among the first 3 % of the changed rows.
 """
 
 from __future__ import annotations
