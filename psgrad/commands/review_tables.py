@@ -156,8 +156,8 @@ def changes_table(
     factor: float,
     suspects: Suspicion | None,
 ) -> pd.DataFrame:
-    """changes.parquet: the rows that look wrong by themselves first, then by their effects, the worst first; see
-    `ReviewResult`. factor: of effects.
+    """changes.parquet: the rows that look wrong by themselves first, then by their effects, the worst first;
+    see `ReviewResult`. factor: of effects.
 
     The loss tells false rows of a model that knows better, whose effects hide behind each other's.
     """

@@ -33,7 +33,7 @@ def images(workplace: Workplace) -> Workplace:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
     workplace.use_model(IMAGES)
-    workplace.config["data"] = {"images": "images", "id": "file_name"}
+    workplace.config["data"] = {"images": "images"}
     return workplace
 
 

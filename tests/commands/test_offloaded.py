@@ -20,7 +20,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from psgrad import plugins
-from psgrad.engine.execution.loading import Loader
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.execution.weight_sources import WeightFile
 from psgrad.engine.execution.weight_supply import Supply
 from tests.hugging_face import tiny_model
@@ -153,7 +153,7 @@ def test_influence_over_checkpoints_and_from_an_index(
 @pytest.mark.long
 def test_parts_and_their_merge(workplace: Workplace) -> None:
     workplace.config["engine"] = {"chunk_size": 5}
-    workplace.config["analyze"] = {"measures": ["noise_scale", "relative_norm"]}
+    workplace.config["analyze"] = {"measures": [{"name": "noise_scale", "resamples": 0}, "relative_norm"]}
     workplace.succeeded("--no-report", "--output", "whole")
     workplace.config["engine"]["parameters"] = "offloaded"
     for number in (2, 1):
@@ -186,12 +186,12 @@ def test_disk_that_fails_in_the_middle_keeps_the_finished_rows(
     workplace.config["engine"] = {"chunk_size": 4, "parameters": "offloaded", "verify": 0}
     monkeypatch.setattr("psgrad.commands.analyze_passes._ROWS_PER_SHARD", 4)
     workplace.succeeded("--no-report", "--output", "whole")
-    read_into, place, chunks = WeightFile.read_into, Loader.to_device, 0
+    read_into, place, chunks = WeightFile.read_into, Stream._to_device, 0
 
-    def counted(loader: Loader, chunk: Any) -> Any:
+    def counted(stream: Stream, block: Any) -> Any:
         nonlocal chunks
         chunks += 1
-        return place(loader, chunk)
+        return place(stream, block)
 
     def fails_later(file: WeightFile, target: Any, offset: int) -> None:
         if chunks >= 3:
@@ -202,7 +202,7 @@ def test_disk_that_fails_in_the_middle_keeps_the_finished_rows(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Loader, "to_device", counted)
+        broken.setattr(Stream, "_to_device", counted)
         broken.setattr(WeightFile, "read_into", fails_later)
         broken.setattr(Supply, "_make_room", lambda supply, size: supply._kept.clear())
         ended = workplace.analyze("--no-report")

@@ -19,7 +19,7 @@ PASSES = ["hessian_trace", "gradient_x_input"]
 @pytest.fixture
 def place(workplace: Workplace) -> Workplace:
     workplace.config["engine"] = {"chunk_size": CHUNK}
-    workplace.config["analyze"] = {"measures": ["noise_scale", "relative_norm"]}
+    workplace.config["analyze"] = {"measures": [{"name": "noise_scale", "resamples": 0}, "relative_norm"]}
     return workplace
 
 
