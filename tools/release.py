@@ -1,4 +1,4 @@
-"""What a release needs: `python -m tools.release` prints a line for each point, and leaves with 1 where one is
+"""What a release needs: `python -m tools.release` prints a line for each point, and ends with 1 where one is
 open. With all of them done, tag the commit `v` and the version, and upload what `python -m build` makes.
 """
 
