@@ -11,7 +11,7 @@ from psgrad import __version__
 
 
 def version_lines() -> list[str]:
-    """The versions of psgrad (with the commit, of a checkout), of PyTorch, which is not loaded, and of Python."""
+    """The versions of psgrad (with the commit, of a checkout), PyTorch, which is not loaded, and Python."""
     commit = commit_of(Path(__file__).parents[2])
     try:
         torch = version("torch")
