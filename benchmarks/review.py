@@ -11,7 +11,7 @@ The predicted change of the mean margin, from three checkpoints of one run witho
 should tell harmful changes (wrong labels) from harmless ones, and rank as the real change does.
 
 Language: a small language model that has learnt facts. A third more rows come, of which 2 % of all rows say
-false things: how many of these are among the 3 % of the changed rows with the worst effects.
+false things: how many of these are among the first 3 % of the changed rows.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def sentences(count: int, draw: np.random.Generator, false: bool = False) -> tup
     texts = draw.integers(WORDS - 2, size=(count, LENGTH + 1)) + PEOPLE + PLACES
     texts[:, 3], texts[:, 4], texts[:, 5] = person, PEOPLE + PLACES + WORDS - 1, PEOPLE + home
     targets = np.full((count, LENGTH), -100)
-    targets[:, 3:6] = texts[:, 4:7]
+    targets[:, 3:5] = texts[:, 4:6]
     return texts[:, :LENGTH], targets
 
 
@@ -246,7 +246,6 @@ def language(folder: Path) -> dict[str, Any]:
     draw = np.random.default_rng(0)
     base, queries, extra = (sentences(count, draw) for count in (1500, 200, 500))
     bad = sentences(40, draw, false=True)  # 2 % of all rows
-    queries[1][:, [3, 5]] = -100  # the question is where somebody lives
     torch.manual_seed(0)
     model = Sentences()
     optimizer, texts, targets = torch.optim.Adam(model.parameters(), lr=2e-3), *map(torch.from_numpy, base)

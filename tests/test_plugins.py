@@ -57,9 +57,10 @@ INSTALLED = {
 def test_every_plugin_of_psgrad_is_registered_by_its_name(kind: PluginKind) -> None:
     registered = own_classes(kind)
     assert {name: each.name for name, each in registered.items()} == {name: name for name in registered}
-    package = importlib.import_module(next(iter(registered.values())).__module__.rpartition(".")[0])
+    packages = {each.__module__.rpartition(".")[0] for each in registered.values()}
     found = {
         value.name
+        for package in map(importlib.import_module, packages)
         for each in pkgutil.iter_modules(package.__path__)
         for value in vars(importlib.import_module(f"{package.__name__}.{each.name}")).values()
         if isinstance(value, type) and issubclass(value, BASES[kind.group]) and getattr(value, "name", "")

@@ -27,11 +27,16 @@ from psgrad.config.data import SOURCE_KEYS
 from psgrad.data.reader import CheckedReader
 from psgrad.engine.execution.ranks import OneProcess
 from psgrad.errors import ConfigError
-from psgrad.quality.changed_rows import NO_ROW
+from psgrad.quality.changed_rows import FEWEST, NO_ROW
 from psgrad.run.results import Say
 from psgrad.run.results.review import ReviewResult, review_content
 from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
+
+_FEW = (
+    "{} queries are too few to tell that an added row's loss or gradient norm is unusual, which takes {}:"
+    " only near duplicates are found"
+)
 
 
 @with_code_beside
@@ -81,6 +86,8 @@ def review(
         scalars, sets = scalars_of(setup), query_sets(setup)
         if not len(table):
             say("no row was added, removed or changed: there is nothing to predict")
+        if len(added) and len(setup.query_rows) < FEWEST:
+            say(_FEW.format(len(setup.query_rows), FEWEST))
         with run.clock("predict"):
             masks, judged = [chosen for _, _, chosen in sets], "margin" if "margin" in scalars else "loss"
             found = predicted(setup, before, added, removed, scalars, masks, judged)

@@ -58,12 +58,14 @@ def suspicion_of(setup: InfluenceSetup, before: CheckedReader, added: Array, rem
     queries = replace(training, objective=training.objective.unweighted(), read=asked.read, count=len(asked))
     rows = replace(training, read=chosen_rows(setup.run.reader, added), count=len(added))
     stay = np.setdiff1d(np.arange(len(before.samples)), removed)
-    known = replace(training, read=chosen_rows(before, stay), count=len(stay))
-    seen = np.zeros(len(known))  # losses of rows that the model was trained on are no reference
+    known = (
+        _features(replace(training, read=chosen_rows(before, stay), count=len(stay))) if len(stay) else None
+    )
+    seen = np.zeros(len(stay))  # losses of rows that the model was trained on are no reference
     return suspicion(
         _measured(rows, setup.run.samples.ids[added], setup.run.reader.targets_at(added)),
         _measured(queries, setup.query_reader.samples.ids[setup.query_rows], None),
-        Measured(before.samples.ids[stay], seen, seen, before.targets_at(stay), None, _features(known)),
+        Measured(before.samples.ids[stay], seen, seen, before.targets_at(stay), None, known),
     )
 
 

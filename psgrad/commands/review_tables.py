@@ -17,7 +17,7 @@ from psgrad.config import MeasurementConfig
 from psgrad.data.measurements import resolve_measurement
 from psgrad.data.reader import CheckedReader
 from psgrad.engine.influence.evaluation.continued_training import MeasuredChange
-from psgrad.quality.changed_rows import NO_ROW, Suspicion
+from psgrad.quality.changed_rows import NO_ROW, SUSPECT, Suspicion
 from psgrad.run.results.review import GroupChange, Trust
 
 Array = npt.NDArray[Any]
@@ -156,7 +156,11 @@ def changes_table(
     factor: float,
     suspects: Suspicion | None,
 ) -> pd.DataFrame:
-    """changes.parquet, the rows with the worst effects first; see `ReviewResult`. factor: of effects."""
+    """changes.parquet: the rows that look wrong by themselves first, then by their effects, the worst first; see
+    `ReviewResult`. factor: of effects.
+
+    The loss tells false rows of a model that knows better, whose effects hide behind each other's.
+    """
     after, old = table["after"].to_numpy(), table["before"].to_numpy()
     now, was = after != NO_ROW, old != NO_ROW
 
@@ -178,4 +182,6 @@ def changes_table(
     if suspects is not None:
         changes.loc[now, "suspect"] = suspects.scores
         changes.loc[now, "reasons"] = suspects.reasons
-    return changes.sort_values("predicted_effect", ascending=False, kind="stable").reset_index(drop=True)
+    suspect = changes["suspect"] >= SUSPECT
+    order = np.lexsort((-changes["predicted_effect"], ~suspect))
+    return changes.iloc[order].reset_index(drop=True)

@@ -19,6 +19,8 @@ Array = npt.NDArray[Any]
 
 SUSPECT = 0.99
 """From this suspicion on a row counts as suspect."""
+FEWEST = 199
+"""Queries from which on a p-value, times two, can be small enough for that."""
 NEAR = 0.05  # near duplicates are nearer than this part of the median distance between the queries
 NO_ROW = -1
 

@@ -177,7 +177,7 @@ def terminal_text(result: ReviewResult) -> str:
             TableColumn("reasons", lambda row: brief(row.reasons, 90)),
         ]
         shown = [*result.changes.head(_TERMINAL_ROWS).itertuples()]
-        lines.write("\nThe changed rows that harm the queries most:\n")
+        lines.write("\nThe changed rows, those that look wrong first, then by their effects:\n")
         print_table(table("", "Changed rows", columns, shown), lines)
     return lines.getvalue()
 

@@ -22,7 +22,7 @@ from psgrad.commands.dp_budget import read_budget
 from psgrad.commands.dp_step import dp_step
 from psgrad.config import load_config
 from psgrad.engine.privacy.accounting.budgets import accounts_of, composed
-from psgrad.engine.privacy.generators import Generator
+from psgrad.engine.privacy.sampling import Sampling
 from psgrad.errors import LedgerError
 from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun
@@ -100,7 +100,7 @@ def test_budget_that_a_run_would_exceed_refuses_it_before_it_draws(
 ) -> None:
     private.privacy["budget"]["epsilon"] = 0.3
     drawn = []
-    monkeypatch.setattr(Generator, "uint64", lambda *_: drawn.append(1), raising=False)
+    monkeypatch.setattr(Sampling, "draw", lambda *_: drawn.append(1))
     said = private.refused(2, "to epsilon", "at most 0.3, of which 0 is spent", options=("--steps", "5"))
     assert "dp-budget" in said
     assert not drawn

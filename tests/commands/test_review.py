@@ -251,7 +251,32 @@ def test_leaks_and_contradictions_are_suspect(place: Place) -> None:
     assert {each.id for each in found.check.findings} == {"leak", "other-label"}
 
 
+def test_too_few_queries_for_p_values_are_said(place: Place) -> None:
+    found = place.review(place.more(2, wrong=True), seconds=0)
+    assert "60 queries are too few" in " ".join(found.notes)
+    assert (found.changes["suspect"] < 0.99).all()
+
+
+def test_a_loss_far_above_those_of_the_queries_is_suspect(place: Place) -> None:
+    place.queries = place.drawn(np.random.default_rng(5), 250, "query")
+    place.write("queries.npz", place.queries)
+    head = place.more(1)
+    head["x"][-1], head["y"][-1] = 10 * place.rows["x"][0], (place.rows["y"][0] + 1) % CLASSES
+    found = place.review(head, seconds=0)
+    assert found.changes["suspect"].item() >= 0.99
+    assert "loss" in found.changes["reasons"].item()
+
+
+def test_all_rows_may_be_others(place: Place) -> None:
+    new = place.drawn(np.random.default_rng(8), 150, "new")
+    found = place.review(new, seconds=0)
+    assert found.counts == {"added": 150, "removed": ROWS, "changed": 0}
+    real = losses(minimum(new), place.queries) - losses(place.start, place.queries)
+    assert found.totals[0].predicted == pytest.approx(real.mean(), rel=1e-3)
+
+
 def test_sound_rows_are_seldom_suspect(place: Place) -> None:
+    place.write("queries.npz", place.drawn(np.random.default_rng(5), 250, "query"))
     found = place.review(place.more(100), seconds=0)
     assert (found.changes["suspect"] >= 0.99).mean() <= 0.03
 

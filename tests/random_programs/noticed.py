@@ -102,7 +102,6 @@ NOTICED: dict[str, int] = {
     "aten.logit.default": 746,
     "aten.logsumexp.default": 1364,
     "aten.masked_fill.Scalar": 150,
-    "aten.masked_fill.Tensor": 282,
     "aten.matmul.default": 9,
     "aten.max.default": 1190,
     "aten.max_pool2d_with_indices.default": 39,

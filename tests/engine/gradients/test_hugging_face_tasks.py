@@ -130,9 +130,12 @@ def unsettled(*args: Any) -> PerSampleGradients:
 
 
 def per_sample_kinds(gradients: PerSampleGradients) -> dict[str, set[str]]:
+    """name -> the kinds of its terms, of the rows of each outcome of a branch."""
     return {
-        name: {type(placed.term).__name__ for placed in gradient.terms}
-        for name, gradient in gradients.gradients.items()
+        name: {
+            type(placed.term).__name__ for _, part in gradients.parts for placed in part.gradients[name].terms
+        }
+        for name in gradients.gradients
     }
 
 
