@@ -1,5 +1,4 @@
-"""psgrad from Python: what the command line calls, with configs as files, plain values or objects. `import
-psgrad` has these names.
+"""psgrad from Python: the functions of the commands, whose names `import psgrad` has.
 
 A config is the path of a YAML file, a mapping with the same keys (paths in it are relative to the current
 directory), or a `Config`. Objects stand in place of its sections: `analyze(model=m, data=dataset, loss=f)`;

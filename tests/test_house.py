@@ -18,7 +18,7 @@ PACKAGE = ROOT / "psgrad"
 # From the top: a component may import the components of lower layers, and none of its own layer.
 LAYERS = (
     ("__init__", "__main__"),
-    ("cli",),
+    ("cli", "testing"),
     ("api",),
     ("commands", "monitoring"),
     ("data",),
@@ -44,6 +44,7 @@ ENGINE_LAYERS = (
 # Libraries that a component does without, even inside a function.
 FORBIDDEN_LIBRARIES = {
     "cli": {"torch"},
+    "testing": {"torch"},
     "api": {"torch"},
     "quality": {"torch"},
     "reports": {"torch"},

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from psgrad import __version__
 from psgrad.cli.analyze import analyze
 from psgrad.cli.check import baseline_save, check
 from psgrad.cli.command import with_boundary
@@ -102,7 +101,9 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"psgrad {__version__}")
+        from psgrad.cli.version import version_lines
+
+        typer.echo("\n".join(version_lines()))
         raise typer.Exit
 
 
@@ -111,7 +112,7 @@ def _psgrad(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
+            "--version", callback=_print_version, is_eager=True, help="Print the versions and leave."
         ),
     ] = False,
 ) -> None:
