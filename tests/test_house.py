@@ -65,13 +65,13 @@ RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functor
 # replaces something. Where a part has shrunk, its number is lowered. `psgrad review` (review*.py,
 # changed_rows.py, data_change.py, continued_training.py) raised seven goals by its lines, 1,754 in all.
 LINES = {
-    "cli": (2_113, 1_760),
-    "commands": (9_313, 5_901),
-    "run": (4_571, 4_100),
+    "cli": (2_152, 1_760),
+    "commands": (9_326, 5_901),
+    "run": (4_655, 4_100),
     "data": (5_019, 5_000),
     "models": (2_273, 2_000),
     "config": (2_353, 2_227),
-    "quality": (2_256, 1_954),
+    "quality": (2_258, 1_954),
     "reports": (4_844, 4_221),
     "engine/transforms": (16_135, 14_000),
     "engine/gradients": (6_323, 5_500),
@@ -80,7 +80,7 @@ LINES = {
     "engine/influence": (7_542, 7_791),
     "engine/privacy": (6_301, 5_500),
     "monitoring": (1_111, 1_150),
-    "the rest": (1_615, 900),
+    "the rest": (1_676, 900),
 }
 ALLOWED_GROWTH, ALLOWED_SHRINKING = 0.01, 0.05
 LONGEST_FILE, LONGEST_COMMAND = 400, 200  # in lines; and how long the files are that are longer still
