@@ -116,14 +116,15 @@ def predicted(
         if len(setup.views) == 1:
             unchanged = np.setdiff1d(np.arange(len(change.after)), added)
             same = _fitter(setup, view.checkpoint, decay, getattr(fitted, "damping", None))
-            apart = _jackknife(change, unchanged, same, view.queries, dict(scalars))
+            apart = _jackknife(setup, change, unchanged, same, view.queries, dict(scalars))
         queries = view.queries.with_scalar(scalars[judged])
         if steps > 1:  # halfway, where the parts of rows add up to the whole, but for third derivatives
             halfway = flat_params(change.after) + step.moved / 2
             fitted, queries = fit(at_weights(change.after, halfway)), at_weights(queries, halfway)
         worst = _difference(found[-1][judged]).argsort(descending=True)[:_WORST].numpy()
         chosen = [*sets, *(np.arange(len(queries)) == row for row in worst)]
-        directions = torch.stack([sum_of_gradients(_some(queries, each)) / each.sum() for each in chosen])
+        parts = [_rows(queries, setup.query_reader, setup.query_rows[each]) for each in chosen]
+        directions = torch.stack([sum_of_gradients(part) / len(part) for part in parts])
         flat = change.after.flat
         prepared = flat.join(fitted.precondition(flat.split(directions))).double()
         effects.append(change.row_effects(prepared).numpy())
@@ -157,11 +158,14 @@ def _change(
     whole = replace(after, read=before, count=len(before.samples))
     named = setup.run.config.influence.method.options.get("weight_decay")
     decay = float(named) if named is not None else _decay(whole)
+    new = _rows(after, setup.run.reader, added) if len(added) else None
+    old = _rows(after, before, removed) if len(removed) else None
+    return DataChange(whole, after, new, old, decay)
 
-    def rows_of(reader: CheckedReader, rows: Array) -> Examples | None:
-        return replace(after, read=chosen_rows(reader, rows), count=len(rows)) if len(rows) else None
 
-    return DataChange(whole, after, rows_of(setup.run.reader, added), rows_of(before, removed), decay)
+def _rows(examples: Examples, reader: CheckedReader, rows: Array) -> Examples:
+    """The same model and scalar with these rows of a dataset."""
+    return replace(examples, read=chosen_rows(reader, rows), count=len(rows))
 
 
 def _decay(before: Examples) -> float:
@@ -212,6 +216,7 @@ def _common_damping(setup: InfluenceSetup) -> float | None:
 
 
 def _jackknife(
+    setup: InfluenceSetup,
     change: DataChange,
     unchanged: Array,
     fit: Callable[[Examples], Preconditioned],
@@ -223,24 +228,9 @@ def _jackknife(
         return []
     found = []
     for group in range(_GROUPS):
-        kept = np.ones(len(change.after), bool)
-        kept[unchanged[group::_GROUPS]] = False
-        smaller = _some(change.after, kept)
+        kept = np.setdiff1d(np.arange(len(change.after)), unchanged[group::_GROUPS])
+        smaller = _rows(change.after, setup.run.reader, kept)
         fitted = fit(smaller)
         moved = data_step(change, lambda _, fitted=fitted: fitted).moved  # type: ignore[misc]
-        found.append(changed_scalars(queries, moved * kept.mean(), scalars))
+        found.append(changed_scalars(queries, moved * (len(kept) / len(change.after)), scalars))
     return found
-
-
-def _some(examples: Examples, chosen: Array) -> Examples:
-    """Some rows [n] bool of examples."""
-    rows, read = np.flatnonzero(chosen), examples.read
-    take = getattr(read, "take", None)
-    if take is not None:
-        return replace(examples, read=lambda start, stop: take(rows[start:stop]), count=len(rows))
-    from psgrad.ragged import joined
-
-    def one_by_one(start: int, stop: int) -> Any:
-        return joined([read(row, row + 1) for row in rows[start:stop].tolist()])
-
-    return replace(examples, read=one_by_one, count=len(rows))
