@@ -17,8 +17,8 @@ from psgrad.config import MeasurementConfig
 from psgrad.data.measurements import resolve_measurement
 from psgrad.data.reader import CheckedReader
 from psgrad.engine.influence.evaluation.continued_training import MeasuredChange
-from psgrad.quality.changed_rows import NO_ROW, SUSPECT, Suspicion
-from psgrad.run.results.review import GroupChange, Trust
+from psgrad.quality.changed_rows import NO_ROW, Suspicion
+from psgrad.run.results.review import SUSPECT, GroupChange, Trust
 
 Array = npt.NDArray[Any]
 Sets = list[tuple[str, str, Array]]

@@ -15,11 +15,10 @@ import pandas as pd
 
 from psgrad import __version__
 from psgrad.config import Config
-from psgrad.quality.changed_rows import SUSPECT
 from psgrad.run.results import CheckResult, Finding, GateOutcome, Location
 from psgrad.run.results.check import FINDINGS_OF_A_GATE, CheckFacts
 from psgrad.run.results.findings import FINDINGS_OF_A_RULE
-from psgrad.run.results.review import GroupChange, Trust
+from psgrad.run.results.review import SUSPECT, GroupChange, Trust
 
 RULE = "changed-row"
 AGREES = 0.3

@@ -14,13 +14,12 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.quality.conformal import p_values
+from psgrad.run.results.review import SUSPECT
 
 Array = npt.NDArray[Any]
 
-SUSPECT = 0.99
-"""From this suspicion on a row counts as suspect."""
 FEWEST = 199
-"""Queries from which on a p-value, times two, can be small enough for that."""
+"""Queries from which on a p-value, times two, can be as small as 1 - SUSPECT."""
 NEAR = 0.05  # near duplicates are nearer than this part of the median distance between the queries
 NO_ROW = -1
 

@@ -12,11 +12,11 @@ import pandas as pd
 from psgrad.reports.ci import verdict_lines
 from psgrad.reports.page import about_run, render_template
 from psgrad.reports.pictures import excerpt, picture_uri, shown_text
-from psgrad.reports.tables import Table, TableColumn, column, number_column, table
+from psgrad.reports.tables import Table, TableColumn, Writer, column, number_column, table
 from psgrad.reports.terminal import print_table
 from psgrad.reports.words import MISSING, brief, count, duration, identifier, number, percent
 from psgrad.run.results import TopSample
-from psgrad.run.results.review import GroupChange, ReviewResult
+from psgrad.run.results.review import SUSPECT, GroupChange, ReviewResult
 
 _CARDS, _QUERIES, _TERMINAL_ROWS = 30, 30, 10
 _SIDE = 96  # pixels of a picture
@@ -41,7 +41,7 @@ def write_report(result: ReviewResult, write: Callable[[str, bytes], None]) -> N
 def render(result: ReviewResult) -> str:
     """The page as HTML."""
     overall, trust = result.totals[0], result.trust
-    suspects = int((result.changes["suspect"] >= 0.99).sum())
+    suspects = int((result.changes["suspect"] >= SUSPECT).sum())
     headline = [
         (f"{len(result.changes):,}", "rows changed"),
         (_signed(overall.predicted), f"predicted change of the mean loss of {overall.queries:,} queries"),
@@ -98,47 +98,27 @@ def trust_words(result: ReviewResult) -> str:
 
 def totals_table(totals: tuple[GroupChange, ...], unit: str) -> Table:
     """A row for all queries, and one for each class and group."""
-    margins = totals[0].margin_now is not None
+
+    def figure(words: str, write: Writer, meaning: str) -> TableColumn:
+        return TableColumn(words, write, numeric=True, meaning=meaning)
+
     columns = [
-        TableColumn("queries", lambda each: each.name if each.name else "all", key="name"),
-        TableColumn("how many", lambda each: f"{each.queries:,}", numeric=True),
-        TableColumn("loss now", lambda each: number(each.now), numeric=True, meaning=f"mean loss, in {unit}"),
-        TableColumn(
-            "predicted", lambda each: _signed(each.predicted), numeric=True, meaning="change of the mean loss"
-        ),
-        TableColumn(
-            "interval", _interval, numeric=True, meaning="90 %, over checkpoints or parts of the data"
-        ),
-        TableColumn(
-            "measured", lambda each: _signed(each.measured), numeric=True, meaning="by training that went on"
-        ),
+        TableColumn("queries", lambda each: each.name or "all", key="name"),
+        figure("rows", lambda each: f"{each.queries:,}", ""),
+        figure("loss now", lambda each: number(each.now), f"mean loss, in {unit}"),
+        figure("predicted", lambda each: _signed(each.predicted), "change of the mean loss"),
+        figure("interval", _interval, "90 %, over checkpoints or parts of the data"),
+        figure("measured", lambda each: _signed(each.measured), "by training that went on"),
     ]
-    if margins:
+    if totals[0].margin_now is not None:
+        margin = "change of the mean margin, in nats; a fall is harm"
         columns += [
-            TableColumn(
-                "margin, predicted",
-                lambda each: _signed(each.margin_predicted),
-                numeric=True,
-                meaning="change of the mean margin, in nats; a fall is harm",
+            figure("margin", lambda each: _signed(each.margin_predicted), margin),
+            figure(
+                "margin, measured", lambda each: _signed(each.margin_measured), "by training that went on"
             ),
-            TableColumn(
-                "measured",
-                lambda each: _signed(each.margin_measured),
-                numeric=True,
-                meaning="by training that went on",
-            ),
-            TableColumn(
-                "right now",
-                lambda each: _share(each.accuracy_now),
-                numeric=True,
-                meaning="share of right predictions",
-            ),
-            TableColumn(
-                "then",
-                lambda each: _share(each.accuracy_then),
-                numeric=True,
-                meaning="share of right predictions after the change",
-            ),
+            figure("right now", lambda each: _share(each.accuracy_now), "share of right predictions"),
+            figure("right then", lambda each: _share(each.accuracy_then), "the same after the change"),
         ]
     return table("totals", "What the change does to the queries", columns, totals)
 

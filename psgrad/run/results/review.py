@@ -15,6 +15,9 @@ from psgrad.run.results.check import CheckResult, check_content
 from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import ShortRepr
 
+SUSPECT = 0.99
+"""From this suspicion on an added row looks wrong by itself."""
+
 
 @dataclass(frozen=True)
 class GroupChange:

@@ -4,7 +4,6 @@ answers a method from the rows of an index, without the training data.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -34,7 +33,7 @@ def build_index(
     progress: Callable[[int, int], None] = lambda done, of: None,
     processes: Processes | None = None,
     digests: Callable[[int, int], np.ndarray] | None = None,
-) -> tuple[int, float]:
+) -> None:
     """Compute and write what the store does not hold yet.
 
     Args:
@@ -49,8 +48,7 @@ def build_index(
             It is kept with the first checkpoint's rows.
 
     A shard is computed by itself, from its first row on: its numbers do not depend on who computes it, nor on
-    what was there before. Returns how many rows this process computed, over all checkpoints, and how many
-    seconds it then waited for the others. Raises InfluenceError where a checkpoint has other parameters than
+    what was there before. Raises InfluenceError where a checkpoint has other parameters than
     the description says, and what `projected_rows` raises.
     """
     processes = OneProcess() if processes is None else processes
@@ -58,7 +56,6 @@ def build_index(
     missing = processes.agreed("index.missing", lambda: _flat(store.unwritten()))
     todo = list(zip(missing[::2], missing[1::2], strict=True))
     own = {place for each in processes.my_rows("index", in_chunks([range(len(shards))], 1)) for place in each}
-    computed, waited = 0, 0.0
     wanted = {
         number: [shard for each, shard in todo if each == number and shard >= 0]
         for number in range(int(store.description["checkpoints"]))
@@ -88,14 +85,10 @@ def build_index(
             if number == 0 and digests is not None:
                 arrays["digest"] = digests(rows.start, rows.stop)
             store.write(number, shard, arrays)
-            computed += len(rows)
             progress(done := done + len(rows), total)
     if processes.parts is None:
-        began = time.monotonic()
         processes.meet("index")
-        waited = time.monotonic() - began
         write_sums(store, [number for number, shard in todo if shard < 0], processes)
-    return computed, waited
 
 
 def _agree_on_chunk_size(examples: Examples, processes: Processes, number: int) -> None:
