@@ -4,20 +4,26 @@ fails alike.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tests.random_programs.checking import Outcome, check, quiet
 from tests.random_programs.programs import Argument, Program
 
+# A failing program is printed even where making it small would take longer.
+_SECONDS = 60
+
 
 def shrunk(program: Program, judge: Callable[[Program], Outcome] = check) -> Program:
-    """The smallest program found that comes to the same kind of outcome."""
+    """The smallest program that comes to the same kind of outcome, of those found in a minute."""
     kind = judge(program).kind
-    found = True
+    found, end = True, time.monotonic() + _SECONDS
     while found:
         found = False
         for smaller in _smaller(program):
+            if time.monotonic() > end:
+                return program
             try:
                 alike = judge(smaller).kind == kind
             except Exception:  # not a program any more

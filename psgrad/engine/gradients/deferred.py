@@ -172,6 +172,9 @@ SampleIndices = torch.Tensor
 class GroupedGradient(DeferredGradient):
     """The gradients of several groups of samples in one parameter. It has no terms of its own.
 
+    Groups of a group, whose samples disagree on a second branch, become groups of this gradient: queries that
+    go through the groups expect terms there.
+
     Attributes:
         groups: the places of each group's samples, and their gradients.
         count: n, the number of samples of all groups.
@@ -180,7 +183,15 @@ class GroupedGradient(DeferredGradient):
     count: int
 
     def __init__(self, groups: Iterable[tuple[SampleIndices, DeferredGradient]]) -> None:
-        parts = tuple(groups)
+        parts = tuple(
+            part
+            for places, gradient in groups
+            for part in (
+                [(places[inner], each) for inner, each in gradient.groups]
+                if gradient.groups
+                else [(places, gradient)]
+            )
+        )
         first, count = parts[0][1], sum(len(places) for places, _ in parts)
         vars(self).update(
             groups=parts, terms=(), count=count, shape=first.shape, dtype=first.dtype, device=first.device

@@ -347,6 +347,35 @@ def test_queries_equal_those_of_materialised_gradients(
     assert_every_query(grads, exact, others, exact_others, TOLERANCES[torch.float32])
 
 
+class BranchesTwice(nn.Module):
+    """Samples disagree on a branch, and those of each outcome on a second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y = y.tanh() if bool(x[..., 0].sum() > 0) else y.square()
+        return self.second(y) if bool(x[..., 1].sum() > 0) else -2 * self.second(y).exp()
+
+
+def test_queries_of_samples_that_disagree_on_two_branches(device: torch.device) -> None:
+    signs = torch.tensor([[1, 1, 1], [1, -1, 1], [-1, 1, 1], [-1, -1, 1]], dtype=torch.float64)
+    model = BranchesTwice().double().to(device)
+
+    def gradients(n: int) -> tuple[PerSampleGradients, Gradients]:
+        x, target = (randn(n, 3).abs() * signs.repeat(2, 1)[:n]).to(device), randn(n).to(device)
+        exact = one_sample_gradients(model, loss, (x,), target)
+        return deferred_gradients(model, loss, (x,), target), exact
+
+    (grads, exact), (others, exact_others) = gradients(7), gradients(5)
+    assert len(grads.parts) == 4
+    assert_every_query(grads, exact, others, exact_others, TOLERANCES[torch.float64])
+    some = grads.first(6)
+    assert_norms(some, {name: value[:6] for name, value in exact.items()}, TOLERANCES[torch.float64])
+
+
 # -- What the queries say to what they can't answer ----------------------------------------------------------
 
 
