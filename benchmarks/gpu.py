@@ -80,7 +80,7 @@ def tutorial(device: torch.device, small: bool) -> Facts:
 
     def dense() -> Any:
         found = per_sample_gradients(loss, params, (contest.inputs,), contest.target, has_aux=True)
-        return {name: each.materialise() for name, each in found.gradients.items()}
+        return found.materialise()
 
     def loop() -> list[Any]:
         model, parameters = contest.model, list(contest.model.parameters())

@@ -23,8 +23,9 @@ from psgrad.engine.execution.chunk_replay import NOT_REPLAYED, PAYS_FROM
 from psgrad.engine.execution.ladder import why_without_programs
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, Stream
+from psgrad.engine.gradients.batch_pass import BatchPass
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.per_sample import BatchPass, per_sample_square_norms
+from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.ragged import Block
 from psgrad.run.results.plan import ParameterPlan, PlanResult
 from psgrad.user_code import with_code_beside

@@ -16,7 +16,7 @@ from psgrad.engine.execution.bucket_plan import plan_buckets, positions_of
 from psgrad.engine.execution.ladder import Bucket, buckets_of_few_shapes
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.gradients.costs import Machine
-from psgrad.engine.gradients.deferred import in_order
+from psgrad.engine.gradients.parts import in_order
 from psgrad.engine.gradients.per_sample import per_sample_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.transforms.private_torch import tree_map
@@ -265,10 +265,7 @@ def _same(own: PerSampleGradients, padded: PerSampleGradients, of_loss: float, o
     if abs(losses[0] - losses[1]) > of_loss * max(1.0, abs(losses[0])):
         return False
     apart = 0.0
-    for name, gradient in own.gradients.items():
-        values = [
-            each.new_zeros(1) if each.is_zero else each.materialise()
-            for each in (gradient, padded.gradients[name])
-        ]
+    for name in own.shapes:
+        values = [each.select(name).materialise()[name] for each in (own, padded)]
         apart += float((values[0].double() - values[1].double()).square().sum())
     return math.sqrt(apart) <= of_gradient * max(float(own.square_norms()[0].sqrt()), 1e-30)

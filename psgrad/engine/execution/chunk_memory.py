@@ -63,7 +63,12 @@ def measured_memory(takes: Callable[[int], int], first: int, budget: int, most: 
 
 def factor_bytes(gradients: PerSampleGradients) -> int:
     """The bytes of the factors of all these gradients."""
-    factors = [factor for gradient in gradients.gradients.values() for factor in gradient.factors]
+    factors = [
+        factor
+        for part in gradients.parts
+        for gradient in part.gradients.values()
+        for factor in gradient.factors
+    ]
     return sum(factor.numel() * factor.element_size() for factor in factors)
 
 

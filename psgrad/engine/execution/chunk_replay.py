@@ -14,6 +14,7 @@ import torch
 from psgrad import random_state
 from psgrad.engine.execution.buckets import SumOverSamples
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
+from psgrad.engine.gradients.parts import Part
 from psgrad.engine.gradients.per_sample import (
     ProjectedGradients,
     per_sample_gradients,
@@ -46,7 +47,8 @@ def _register(kind: type, *tensors: str) -> None:
     )
 
 
-_register(PerSampleGradients, "gradients", "losses", "aux")
+_register(PerSampleGradients, "parts", "losses", "aux")
+_register(Part, "places", "gradients")
 _register(SquareNorms, "by_parameter", "losses", "aux", "computed_as")
 _register(ProjectedGradients, "rows", "norms")
 _register(SumOverSamples, "value")

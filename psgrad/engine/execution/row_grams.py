@@ -51,10 +51,11 @@ def inner_product_operations(rows: Examples) -> float:
     """Operations that the inner product of two of many rows is predicted to take, at the rate of a large
     matrix product in float64: by the first sample's rows, repeated.
     """
-    found = _gradients(rows, 0, 1).parts[0][1]
+    found = _gradients(rows, 0, 1)
+    part = found.parts[0]
     count = max(1, min(_PRICED, _PRICED_BYTES * len(found) // max(factor_bytes(found), 1)))
-    places = torch.arange(count, device=rows.device) % len(found)
-    many = [gradient.at(places) for gradient in found.gradients.values()]
+    places = torch.arange(count, device=rows.device) % len(part)
+    many = [gradient.at(places) for gradient in part.gradients.values()]
     on = machine(rows.device)
     seconds = inner_seconds([(each, each) for each in many], on)
     return seconds * on.product_rate(torch.float64) / count**2

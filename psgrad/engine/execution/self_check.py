@@ -114,17 +114,12 @@ class _SampleComparison:
     """One sample's gradients beside autograd's, of which one parameter at a time is in memory."""
 
     def __init__(self, gradients: PerSampleGradients, index: int) -> None:
-        self.gradients, self.index = gradients, index
+        self.gradients = gradients.at(slice(index, index + 1))
         self.squares = self.squares_apart = 0.0
 
     def add(self, name: str, witness: torch.Tensor) -> None:
-        ours = self.gradients.gradients[name]
         self.squares += _square(witness)
-        if ours.is_zero:
-            self.squares_apart += _square(witness)
-        else:
-            value = ours.at(slice(self.index, self.index + 1)).materialise()[0]
-            self.squares_apart += _square(value, witness)
+        self.squares_apart += _square(self.gradients.select(name).materialise()[name][0], witness)
 
     @property
     def norm(self) -> float:

@@ -1,16 +1,11 @@
-"""A deferred gradient: a sum of terms, each with a layout that maps its axes to the parameter's; or the
-gradients of groups of samples that were computed separately, because their lengths or their branches of the
-loss differ.
-
-Each query runs for one group after the other, and no factor is padded to the positions of another group.
-"""
+"""A deferred gradient: a sum of terms, each with a layout that maps its axes to the parameter's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -19,20 +14,11 @@ from psgrad.engine.gradients.terms import Dense, Image, Term, narrow
 from psgrad.engine.gradients.terms import Placed as Placed
 from psgrad.engine.gradients.terms.placed import oriented as oriented
 from psgrad.engine.transforms.batch_values import Batch
-from psgrad.engine.transforms.private_torch import tree_map
-from psgrad.ragged import padded_and_joined
 
 
 @dataclass(frozen=True)
 class DeferredGradient:
-    """A per-sample value that is a sum of terms, [n] x `shape`.
-
-    Class attributes:
-        groups: the places and the gradients of each group of samples that was computed separately; empty if
-            all samples were computed together.
-    """
-
-    groups: ClassVar[tuple[tuple[torch.Tensor, DeferredGradient], ...]] = ()
+    """A per-sample value that is a sum of terms, [n] x `shape`."""
 
     terms: tuple[Placed, ...]
     shape: torch.Size
@@ -66,10 +52,6 @@ class DeferredGradient:
     def factors(self) -> list[torch.Tensor]:
         """The tensors that the gradient stores."""
         return [factor for placed in self.terms for factor in placed.term.factors]
-
-    def mapped(self, change: Callable[[DeferredGradient], DeferredGradient]) -> DeferredGradient:
-        """`change` applied to the gradient, or to the gradient of each group of samples."""
-        return change(self)
 
     def new_zeros(self, count: int) -> torch.Tensor:
         """[count, *shape]"""
@@ -163,107 +145,3 @@ def term_of(batch: Batch, value: torch.Tensor) -> Term:
 
 def _expanded(shape: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
     return values.expand(len(values), *shape)
-
-
-SampleIndices = torch.Tensor
-"""[k] int64: the indices of a group's samples among all samples. Each sample is in one group."""
-
-
-class GroupedGradient(DeferredGradient):
-    """The gradients of several groups of samples in one parameter. It has no terms of its own.
-
-    Groups of a group, whose samples disagree on a second branch, become groups of this gradient: queries that
-    go through the groups expect terms there.
-
-    Attributes:
-        groups: the places of each group's samples, and their gradients.
-        count: n, the number of samples of all groups.
-    """
-
-    count: int
-
-    def __init__(self, groups: Iterable[tuple[SampleIndices, DeferredGradient]]) -> None:
-        parts = tuple(
-            part
-            for places, gradient in groups
-            for part in (
-                [(places[inner], each) for inner, each in gradient.groups]
-                if gradient.groups
-                else [(places, gradient)]
-            )
-        )
-        first, count = parts[0][1], sum(len(places) for places, _ in parts)
-        vars(self).update(
-            groups=parts, terms=(), count=count, shape=first.shape, dtype=first.dtype, device=first.device
-        )
-
-    @property
-    def is_zero(self) -> bool:
-        return all(gradient.is_zero for _, gradient in self.groups)
-
-    @property
-    def factors(self) -> list[torch.Tensor]:
-        return [factor for _, gradient in self.groups for factor in gradient.factors]
-
-    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> DeferredGradient:
-        wanted = torch.arange(self.count, device=self.device)[samples]
-        place, owner = torch.empty(2, self.count, dtype=torch.int64, device=self.device)
-        for number, (places, _) in enumerate(self.groups):
-            place[places], owner[places] = torch.arange(len(places), device=self.device), number
-        parts = []
-        for number, (_, gradient) in enumerate(self.groups):
-            here = torch.nonzero(owner[wanted] == number).squeeze(1)
-            if len(here):
-                parts.append((here, gradient.at(place[wanted[here]], dtype)))
-        if not parts:
-            return self.groups[0][1].at(wanted, dtype)
-        return parts[0][1] if len(parts) == 1 else GroupedGradient(parts)
-
-    def mapped(self, change: Callable[[DeferredGradient], DeferredGradient]) -> DeferredGradient:
-        return GroupedGradient((places, change(gradient)) for places, gradient in self.groups)
-
-    def describe(self) -> str:
-        return in_short(gradient.describe() for _, gradient in self.groups)
-
-    @property
-    def lost_at(self) -> str:
-        return next((gradient.lost_at for _, gradient in self.groups if gradient.lost_at), "")
-
-    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        first, *others = [gradient.weighted_sum(weights[places]) for places, gradient in self.groups]
-        for other in others:
-            first = first + other
-        return first
-
-    def materialise(self) -> torch.Tensor:
-        values = [
-            gradient.new_zeros(len(places)) if gradient.is_zero else gradient.materialise()
-            for places, gradient in self.groups
-        ]
-        return in_order(values, [places for places, _ in self.groups])
-
-
-def in_short(words: Iterable[str]) -> str:
-    """The different words, each once, separated by bars."""
-    return " | ".join(dict.fromkeys(words))
-
-
-def in_order(parts: Sequence[Any], groups: Sequence[SampleIndices]) -> Any:
-    """The results of all groups of samples (pytrees of tensors, sample axis in front), joined in the samples'
-    order. Tensors whose other axes differ in length are padded: floating-point ones with NaN, others with
-    zeros.
-
-    A result may have several entries for each sample, which are neighbours.
-    """
-    order = torch.cat(list(groups)).argsort()
-
-    def joined(*items: Any) -> Any:
-        if not isinstance(items[0], torch.Tensor):
-            return items[0]
-        whole = padded_and_joined(items, float("nan") if items[0].is_floating_point() else 0)
-        each = len(whole) // max(len(order), 1)
-        if each == 1:
-            return whole.index_select(0, order.to(whole.device))
-        return whole.unflatten(0, (-1, each)).index_select(0, order.to(whole.device)).flatten(0, 1)
-
-    return tree_map(joined, *parts)

@@ -49,4 +49,4 @@ def as_gradients(vectors: Mapping[str, torch.Tensor]) -> PerSampleGradients:
     """
     first = next(iter(vectors.values()))
     deferred = {name: DeferredGradient.of(Dense(value), value.shape[1:]) for name, value in vectors.items()}
-    return PerSampleGradients(deferred, first.new_zeros(len(first)), {})
+    return PerSampleGradients.of(deferred, first.new_zeros(len(first)), {})

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from psgrad.engine.gradients.deferred import in_order, in_short
+from psgrad.engine.gradients.parts import in_order, in_short
 from psgrad.engine.transforms.private_torch import tree_map
 
 Per = Literal["total", "parameter", "module"]
@@ -36,6 +36,8 @@ class SquareNorms:
         """The norms of all samples, from those of groups of samples. groups: the places [k] of each group's
         samples.
         """
+        if len(parts) == 1:
+            return parts[0]
         norms, losses, aux, absolute = in_order(
             [(part.by_parameter, part.losses, part.aux, part.absolute) for part in parts], groups
         )

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 
-from psgrad.engine.gradients.deferred import DeferredGradient, GroupedGradient, in_order
+from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.inner.inner_products import inner_products
 from psgrad.engine.gradients.norm_results import Per, by_label, labelled
 from psgrad.engine.gradients.norm_results import SquareNorms as SquareNorms
+from psgrad.engine.gradients.parts import Part, in_order, in_short
 from psgrad.engine.gradients.projections import Projection
 from psgrad.engine.gradients.square_norms import square_norms, sum_of_squares
-from psgrad.engine.gradients.terms import accumulating, blocks
+from psgrad.engine.gradients.terms import accumulating_dtype, blocks
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import TransformError, one_line
 
@@ -30,72 +32,85 @@ class PerSampleGradients:
     """Per-sample gradients, by parameter name, and the queries on them. All results are plain tensors.
 
     Attributes:
-        gradients: name -> deferred gradient.
+        parts: the gradients of the samples, those that were computed together in one part.
         losses: [n], each sample's loss.
         aux: the loss's second result, sample axis in front; None without `has_aux`.
     """
 
-    gradients: dict[str, DeferredGradient]
+    parts: tuple[Part, ...]
     losses: torch.Tensor
     aux: Any = None
 
     @classmethod
-    def of_groups(cls, parts: list[PerSampleGradients], groups: list[torch.Tensor]) -> PerSampleGradients:
-        """The gradients of all samples, from those of groups of samples. groups: the places [k] of each
-        group's samples; a single group has its samples in order.
+    def of(
+        cls, gradients: dict[str, DeferredGradient], losses: torch.Tensor, aux: Any = None
+    ) -> PerSampleGradients:
+        """The gradients of samples that were all computed together."""
+        return cls((Part(torch.arange(len(losses), device=losses.device), gradients),), losses, aux)
+
+    @classmethod
+    def of_groups(
+        cls, groups: Sequence[PerSampleGradients], places: Sequence[torch.Tensor]
+    ) -> PerSampleGradients:
+        """The gradients of all samples, from those of groups of samples. places: [k] of each group, the
+        indices of its samples; a single group has its samples in order.
         """
-        if len(parts) == 1:
-            return parts[0]
-        losses, aux = in_order([(part.losses, part.aux) for part in parts], groups)
-        each = len(losses) // sum(map(len, groups))  # the rows of one sample are neighbours
-        places = [
-            (group.to(losses.device).unsqueeze(1) * each + torch.arange(each, device=losses.device)).flatten()
-            for group in groups
+        if len(groups) == 1:
+            return groups[0]
+        losses, aux = in_order([(group.losses, group.aux) for group in groups], places)
+        each = len(losses) // sum(map(len, places))  # the rows of one sample are neighbours
+        among = torch.arange(each, device=losses.device)
+        rows = [(some.to(losses.device).unsqueeze(1) * each + among).flatten() for some in places]
+        parts = [
+            Part(own[part.places], part.gradients)
+            for own, group in zip(rows, groups, strict=True)
+            for part in group.parts
         ]
-        gradients: dict[str, DeferredGradient] = {
-            name: GroupedGradient(zip(places, [part.gradients[name] for part in parts], strict=True))
-            for name in parts[0].gradients
-        }
-        return cls(gradients, losses, aux)
+        return cls(tuple(parts), losses, aux)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """name -> the parameter's shape."""
+        return {name: gradient.shape for name, gradient in self.parts[0].gradients.items()}
+
+    def at(self, samples: slice | torch.Tensor) -> PerSampleGradients:
+        """Of some of the samples: a slice of n, or their indices [k]."""
+        losses, aux = tree_map(lambda x: x[samples], (self.losses, self.aux))
+        if len(self.parts) == 1:
+            gradients = self.parts[0].gradients.items()
+            return PerSampleGradients.of({name: each.at(samples) for name, each in gradients}, losses, aux)
+        device = self.losses.device
+        wanted = torch.arange(len(self), device=device)[samples]
+        place, owner = torch.empty(2, len(self), dtype=torch.int64, device=device)
+        for number, part in enumerate(self.parts):
+            place[part.places], owner[part.places] = torch.arange(len(part), device=device), number
+        parts = []
+        for number, part in enumerate(self.parts):
+            places = torch.nonzero(owner[wanted] == number).squeeze(1)
+            if len(places) or (number == 0 and not len(wanted)):  # there is a part without samples, too
+                own = place[wanted[places]]
+                parts.append(Part(places, {name: each.at(own) for name, each in part.gradients.items()}))
+        return PerSampleGradients(tuple(parts), losses, aux)
 
     def first(self, count: int) -> PerSampleGradients:
         """Of the first samples alone."""
-        if count == len(self):
-            return self
-        gradients = {name: gradient.at(slice(0, count)) for name, gradient in self.gradients.items()}
-        losses, aux = tree_map(lambda x: x[:count], (self.losses, self.aux))
-        return PerSampleGradients(gradients, losses, aux)
-
-    @cached_property
-    def parts(self) -> list[tuple[torch.Tensor, PerSampleGradients]]:
-        """The places [k] of each group of samples that was computed separately, and its gradients; one group
-        of all samples if there are no others.
-        """
-        groups = next((gradient.groups for gradient in self.gradients.values()), ())
-        if not groups:
-            return [(torch.arange(len(self), device=self.losses.device), self)]
-        return [(places, self._part(number, places)) for number, (places, _) in enumerate(groups)]
-
-    def _part(self, number: int, places: torch.Tensor) -> PerSampleGradients:
-        aux = None if self.aux is None else tree_map(lambda x: x[places], self.aux)
-        gradients = {name: gradient.groups[number][1] for name, gradient in self.gradients.items()}
-        return PerSampleGradients(gradients, self.losses[places], aux)
+        return self if count == len(self) else self.at(slice(0, count))
 
     def __repr__(self) -> str:
         """Three lines for any number of parameters; the terms are those of deferred gradients."""
-        numbers = sum(gradient.shape.numel() for gradient in self.gradients.values())
-        names = ", ".join([*self.gradients][:3]) + (", ..." if len(self.gradients) > 3 else "")
+        shapes = self.shapes
+        numbers = sum(shape.numel() for shape in shapes.values())
+        names = ", ".join([*shapes][:3]) + (", ..." if len(shapes) > 3 else "")
         return (
             f"PerSampleGradients of {len(self):,} samples, not materialised\n"
-            f"  {numbers:,} numbers in {len(self.gradients):,} parameters: {names}\n"
+            f"  {numbers:,} numbers in {len(shapes):,} parameters: {names}\n"
             "  queries: square_norms, inner, dot, weighted_sum, mean, project, materialise"
         )
 
-    def by_part(self, query: Callable[[PerSampleGradients], Any]) -> Any:
-        """[n, ...]: the results of `query`, computed for one group of samples after the other."""
-        if len(self.parts) == 1:
-            return query(self)
-        return in_order([query(part) for _, part in self.parts], [places for places, _ in self.parts])
+    def by_part(self, query: Callable[[Part], Any]) -> Any:
+        """[n, ...]: the results of `query` on each part, in the order of the samples."""
+        found = [query(part) for part in self.parts]
+        return found[0] if len(found) == 1 else in_order(found, [part.places for part in self.parts])
 
     def __len__(self) -> int:
         return int(self.losses.shape[0])
@@ -114,8 +129,8 @@ class PerSampleGradients:
         it.
         """
 
-        def norms_of(part: PerSampleGradients) -> dict[str, torch.Tensor]:
-            zero = torch.zeros(len(part), dtype=torch.float64, device=part.losses.device)
+        def norms_of(part: Part) -> dict[str, torch.Tensor]:
+            zero = torch.zeros(len(part), dtype=torch.float64, device=part.device)
             result = square_norms(list(part.gradients.values()))
             return {
                 name: norms if norms is not None else zero
@@ -133,7 +148,17 @@ class PerSampleGradients:
                 f"weighted_sum: weights of shape {tuple(weights.shape)} for {len(self)} samples; expected"
                 f" shape ({len(self)},)",
             )
-        return {name: gradient.weighted_sum(weights) for name, gradient in self.gradients.items()}
+        whole = len(self.parts) == 1
+        return self._sums(
+            lambda part, name: part.gradients[name].weighted_sum(weights if whole else weights[part.places])
+        )
+
+    def _sums(self, query: Callable[[Part, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """name -> the sum over parts of a query's results for each parameter."""
+        return {
+            name: functools.reduce(torch.add, (query(part, name) for part in self.parts))
+            for name in self.shapes
+        }
 
     def mean(self) -> dict[str, torch.Tensor]:
         """name -> [*shape]: the mean gradient."""
@@ -143,9 +168,8 @@ class PerSampleGradients:
         """name -> [*shape] float64: the mean over samples of the squares of the gradients' elements (the
         empirical Fisher's diagonal).
         """
-        return {
-            name: sum_of_squares(gradient) / max(len(self), 1) for name, gradient in self.gradients.items()
-        }
+        sums = self._sums(lambda part, name: sum_of_squares(part.gradients[name]))
+        return {name: total / max(len(self), 1) for name, total in sums.items()}
 
     def inner(self, other: PerSampleGradients, per: Per = "total") -> Any:
         """[n, m] float64: the inner products of these samples' gradients with those of another set.
@@ -161,51 +185,38 @@ class PerSampleGradients:
         Raises TransformError if the two sets differ in their parameters' names, shapes or device.
         """
         self._assert_same_parameters(other)
-        products = _Products(len(self), len(other), self.losses.device)
-        for rows, one in self.parts:
-            for columns, another in other.parts:
-                products.add(rows, columns, one._inner(another, per, symmetric=False))
+        products = _Products(len(self), len(other))
+        for part in self.parts:
+            for another in other.parts:
+                products.add(part.places, another.places, _inner(part, another, per, symmetric=False))
         return products.result
 
     def gram(self, per: Per = "total") -> Any:
         """[n, n] float64, symmetric: the inner products of the samples' gradients with each other, at half
         the cost of `inner`.
         """
-        products = _Products(len(self), len(self), self.losses.device)
-        for number, (rows, one) in enumerate(self.parts):
-            for columns, another in self.parts[:number]:
-                result = one._inner(another, per, symmetric=False)
-                products.add(rows, columns, result)
-                products.add(columns, rows, tree_map(torch.t, result))
-            products.add(rows, rows, one._inner(one, per, symmetric=True))
+        products = _Products(len(self), len(self))
+        for number, part in enumerate(self.parts):
+            for another in self.parts[:number]:
+                result = _inner(part, another, per, symmetric=False)
+                products.add(part.places, another.places, result)
+                products.add(another.places, part.places, tree_map(torch.t, result))
+            products.add(part.places, part.places, _inner(part, part, per, symmetric=True))
         return products.result
 
-    def _inner(self, other: PerSampleGradients, per: Per, *, symmetric: bool) -> Any:
-        """[n, m]: the inner products of two groups of samples, of which each was computed together.
-        symmetric: whether the groups are the same.
-        """
-        samples, device = (len(self), len(other)), self.losses.device
-
-        def products(names: list[str]) -> torch.Tensor:
-            pairs = [(self.gradients[name], other.gradients[name]) for name in names]
-            return inner_products(pairs, samples, device, symmetric=symmetric)
-
-        return _of_groups(list(self.gradients), per, products)
-
     def _assert_same_parameters(self, other: PerSampleGradients) -> None:
-        names = set(self.gradients), set(other.gradients)
-        if names[0] != names[1]:
+        shapes, others = self.shapes, other.shapes
+        if shapes.keys() != others.keys():
             raise TransformError(
-                f"inner: only one of the two sets has gradients of {sorted(names[0] ^ names[1])[:8]};"
-                " expected gradients of the same parameters",
+                "inner: only one of the two sets has gradients of"
+                f" {sorted(shapes.keys() ^ others.keys())[:8]}; expected gradients of the same parameters",
                 hint="two different models, or one of them is partly frozen; select(names) of both sets",
             )
-        for name, gradient in self.gradients.items():
-            if gradient.shape != other.gradients[name].shape:
+        for name, shape in shapes.items():
+            if shape != others[name]:
                 raise TransformError(
-                    f"inner: {name} has shape {tuple(gradient.shape)} in one set and"
-                    f" {tuple(other.gradients[name].shape)} in the other; expected gradients of the same"
-                    " parameters",
+                    f"inner: {name} has shape {tuple(shape)} in one set and {tuple(others[name])} in the"
+                    " other; expected gradients of the same parameters",
                     hint="two models",
                 )
         if self.losses.device != other.losses.device:
@@ -218,21 +229,20 @@ class PerSampleGradients:
         """[n]: the inner product of each sample's gradient with one vector, name -> [*shape]. The vector is
         zero for absent names.
         """
-        unknown = set(vector) - set(self.gradients)
-        if unknown:
+        shapes = self.shapes
+        if unknown := vector.keys() - shapes.keys():
             raise TransformError(
-                f"dot: no gradient of the name(s) {sorted(unknown)}; expected names among"
-                f" {list(self.gradients)[:8]}",
+                f"dot: no gradient of the name(s) {sorted(unknown)}; expected names among {list(shapes)[:8]}",
             )
         for name, direction in vector.items():
-            if direction.shape != self.gradients[name].shape:
+            if direction.shape != shapes[name]:
                 raise TransformError(
-                    f"dot: {name} has shape {tuple(direction.shape)}; expected"
-                    f" {tuple(self.gradients[name].shape)}",
+                    f"dot: {name} has shape {tuple(direction.shape)}; expected {tuple(shapes[name])}",
                 )
+        kind = accumulating_dtype(self.losses.dtype)
 
-        def dot(part: PerSampleGradients) -> torch.Tensor:
-            total = torch.zeros(len(part), dtype=accumulating(part.losses).dtype, device=part.losses.device)
+        def dot(part: Part) -> torch.Tensor:
+            total = torch.zeros(len(part), dtype=kind, device=part.device)
             for name, direction in vector.items():
                 for placed in part.gradients[name].terms:
                     total = total + placed.term.dot(placed.layout.invert(direction, placed.term.shape))
@@ -249,13 +259,18 @@ class PerSampleGradients:
         inner products of the rows estimate.
         """
         result: torch.Tensor = self.by_part(
-            lambda part: projection.apply(part.gradients, len(part), part.losses.device)
+            lambda part: projection.apply(part.gradients, len(part), part.device)
         )
         return result
 
     def materialise(self) -> dict[str, torch.Tensor]:
         """name -> [n, *shape]: every per-sample gradient materialised."""
-        return {name: _materialised(gradient, len(self)) for name, gradient in self.gradients.items()}
+        return {name: self._value(name) for name in self.shapes}
+
+    def _value(self, name: str) -> torch.Tensor:
+        """[n, *shape]"""
+        value: torch.Tensor = self.by_part(lambda part: part.materialise(name))
+        return value
 
     def reduce(self, step: Callable[[State, str, slice, torch.Tensor], State], initial: State) -> State:
         """The result of a user's query on gradients that are materialised for a few samples at a time.
@@ -279,12 +294,11 @@ class PerSampleGradients:
         device, at least one.
         """
         state = initial
-        for name, gradient in self.gradients.items():
+        for name, gradient in self.parts[0].gradients.items():
             each = math.prod(gradient.shape) * max(gradient.dtype.itemsize, 4)
+            one = self.select(name)
             for samples in blocks(len(self), 2 * each, gradient.device):
-                state = step(
-                    state, name, samples, _materialised(gradient.at(samples), samples.stop - samples.start)
-                )
+                state = step(state, name, samples, one.at(samples)._value(name))
         return state
 
     def select(self, names: str | Iterable[str]) -> PerSampleGradients:
@@ -293,49 +307,56 @@ class PerSampleGradients:
 
         Raises TransformError for an unknown name, and for a pattern that matches no parameter.
         """
-        chosen: dict[str, DeferredGradient] = {}
+        shapes, chosen = self.shapes, dict[str, None]()
         for name in [names] if isinstance(names, str) else names:
-            if name in self.gradients:
-                chosen[name] = self.gradients[name]
-                continue
-            fitting = fnmatch.filter(self.gradients, name)
+            fitting = [name] if name in shapes else fnmatch.filter(shapes, name)
             if not fitting:
-                close = difflib.get_close_matches(name, self.gradients, n=1)
+                close = difflib.get_close_matches(name, shapes, n=1)
                 raise TransformError(
                     one_line(
                         f"select: no parameter of the name {name!r}"
                         + (f"; did you mean {close[0]}?" if close else ""),
-                        "expected "
-                        + (f"names among {list(self.gradients)[:8]}, or a pattern that matches some"),
+                        f"expected names among {list(shapes)[:8]}, or a pattern that matches some",
                     ),
                 )
-            chosen.update({each: self.gradients[each] for each in fitting})
-        return PerSampleGradients(chosen, self.losses, self.aux)
+            chosen.update(dict.fromkeys(fitting))
+        parts = [Part(part.places, {name: part.gradients[name] for name in chosen}) for part in self.parts]
+        return PerSampleGradients(tuple(parts), self.losses, self.aux)
 
     def describe(self) -> dict[str, str]:
         """name -> the order of contraction of its norms."""
-        return {name: gradient.describe() for name, gradient in self.gradients.items()}
+        return {
+            name: in_short(part.gradients[name].describe() for part in self.parts) for name in self.shapes
+        }
 
     @property
     def unfactored(self) -> list[str]:
         """The parameters whose gradients were materialised for each sample, because an operator needed the
         value.
         """
-        return [name for name, gradient in self.gradients.items() if gradient.lost_at]
+        return [name for name in self.shapes if any(part.gradients[name].lost_at for part in self.parts)]
 
 
-def _of_groups(names: list[str], per: Per, query: Callable[[list[str]], torch.Tensor]) -> Any:
-    """A query's result for all parameters, or for each group of them by `per`."""
+def _inner(part: Part, other: Part, per: Per, *, symmetric: bool) -> Any:
+    """[n, m]: the inner products of two parts' samples; by label if not for all parameters together.
+    symmetric: whether the parts are the same.
+    """
+
+    def products(names: list[str]) -> torch.Tensor:
+        pairs = [(part.gradients[name], other.gradients[name]) for name in names]
+        return inner_products(pairs, (len(part), len(other)), part.device, symmetric=symmetric)
+
+    names = list(part.gradients)
     if per == "total":
-        return query(names)
-    return {label: query(group) for label, group in labelled(names, per).items()}
+        return products(names)
+    return {label: products(group) for label, group in labelled(names, per).items()}
 
 
 class _Products:
-    """Inner products [n, m], or label -> [n, m], assembled from those of groups of samples."""
+    """Inner products [n, m], or label -> [n, m], assembled from those of parts."""
 
-    def __init__(self, n: int, m: int, device: torch.device) -> None:
-        self._shape, self._device, self.result = (n, m), device, None
+    def __init__(self, n: int, m: int) -> None:
+        self._shape, self.result = (n, m), None
 
     def add(self, rows: torch.Tensor, columns: torch.Tensor, block: Any) -> None:
         if (len(rows), len(columns)) == self._shape and self.result is None:
@@ -344,8 +365,3 @@ class _Products:
         if self.result is None:
             self.result = tree_map(lambda x: x.new_empty(self._shape), block)
         tree_map(lambda whole, x: whole.index_put_((rows.unsqueeze(1), columns), x), self.result, block)
-
-
-def _materialised(gradient: DeferredGradient, n: int) -> torch.Tensor:
-    """[n, *shape], zeros where the loss does not depend on the parameter."""
-    return gradient.new_zeros(n) if gradient.is_zero else gradient.materialise()

@@ -242,8 +242,6 @@ def _of_values(a: Placed, b: Placed) -> torch.Tensor:
 
 def sum_of_squares(gradient: DeferredGradient) -> torch.Tensor:
     """[*shape] float64: the sum over samples of the squares of the gradient's elements."""
-    if gradient.groups:
-        return torch.stack([sum_of_squares(each) for _, each in gradient.groups]).sum(0)
     total = torch.zeros(gradient.shape, dtype=torch.float64, device=gradient.device)
     for places in apart(gradient.terms):
         side = [gradient.terms[place] for place in places]

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from psgrad.engine.gradients.batch_pass import BatchPass
 from psgrad.engine.gradients.bounded_sums import bounded_sum, reduced, single_product, summed_square_norms
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.per_sample import (
-    BatchPass,
-    NormsByName,
-    SamplesDisagree,
-    materialised_if_smaller,
-)
-from psgrad.engine.gradients.queries import SquareNorms
+from psgrad.engine.gradients.norm_collector import NormsByName
+from psgrad.engine.gradients.norm_results import SquareNorms
+from psgrad.engine.gradients.per_sample import materialised_if_smaller
 from psgrad.engine.gradients.terms.numerics import current_flags
-from psgrad.engine.transforms.levels import Divergence
 from psgrad.errors import TransformError
 
 WeightsByName = Mapping[str, torch.Tensor]
@@ -73,15 +68,12 @@ def per_sample_weighted_sum(
     SamplesDisagree is raised, and others follow them on it. The other arguments are those of
     `per_sample_gradients`.
     """
-    job = BatchPass(loss, params, batch, in_dims, has_aux, randomness)
-    job.level.counted = counted
-    parts = _passes(job, bounded)
-    norms = parts[0].norms
-    if len(parts) > 1:
-        norms = SquareNorms.of_groups([part.norms for part in parts], [part.places for part in parts])
+    job = BatchPass(loss, params, batch, in_dims, has_aux, randomness, counted)
+    parts, places = job.collected(lambda part: _NormsAndGradients(list(part.params), bounded))
+    norms = SquareNorms.of_groups([part.norms for part in parts], places)
     given = weights(norms)
     summing = _ParameterSum(_by_name(given, list(params), norms), norms, bounded, counted)
-    return WeightedSum(_sums(parts, list(params), summing), norms, given)
+    return WeightedSum(_sums(parts, places, list(params), summing), norms, given)
 
 
 @dataclass(frozen=True)
@@ -89,42 +81,25 @@ class _Pass:
     """The gradients of samples that were computed together, until their weights are known.
 
     Attributes:
-        places: [k], which samples they are.
         gradients: name -> gradient, in the order of the backward pass.
     """
 
-    places: torch.Tensor
     gradients: dict[str, DeferredGradient]
     norms: SquareNorms
 
 
-def _passes(job: BatchPass, bounded: bool) -> list[_Pass]:
-    """The pass over a batch, or those for the samples of each outcome of a branch on which they disagree."""
-    gradients, norms = dict[str, DeferredGradient](), NormsByName(absolute=bounded)
+class _NormsAndGradients:
+    """Collects the gradients of one pass, and their norms."""
 
-    def complete(name: str, gradient: DeferredGradient) -> None:
-        gradients[name] = materialised_if_smaller(gradient)
-        norms.add(name, gradients[name])
+    def __init__(self, names: list[str], bounded: bool) -> None:
+        self._gradients, self._norms = dict[str, DeferredGradient](), NormsByName(names, absolute=bounded)
 
-    try:
-        losses, aux = job.run(complete)
-    except Divergence as divergence:
-        if job.level.counted is not None:
-            raise SamplesDisagree(job.groups(divergence)) from None
-        gradients.clear()
-        return job.split(divergence, partial(_passes_again, job, bounded), _with_places)  # type: ignore[no-any-return]
-    places = torch.arange(len(losses), device=losses.device)
-    return [_Pass(places, gradients, norms.of(job.params, losses, aux))]
+    def add(self, name: str, gradient: DeferredGradient) -> None:
+        self._gradients[name] = materialised_if_smaller(gradient)
+        self._norms.add(name, self._gradients[name])
 
-
-def _passes_again(first: BatchPass, bounded: bool, *batch: Any) -> list[_Pass]:
-    return _passes(BatchPass(first.loss, first.params, batch, **first.settings), bounded)
-
-
-def _with_places(parts: list[list[_Pass]], groups: list[torch.Tensor]) -> list[_Pass]:
-    """The passes over groups of samples, with the places of their samples among all."""
-    each = zip(parts, groups, strict=True)
-    return [replace(found, places=group[found.places]) for some, group in each for found in some]
+    def result(self, losses: torch.Tensor, aux: Any) -> _Pass:
+        return _Pass(self._gradients, self._norms.result(losses, aux))
 
 
 def _by_name(
@@ -202,16 +177,17 @@ class _ParameterSum:
         return bounded_sum(gradient, weights, None if measured else square_norms.sqrt())
 
 
-def _sums(parts: list[_Pass], names: list[str], summing: _ParameterSum) -> dict[str, torch.Tensor]:
+def _sums(
+    parts: list[_Pass], places: list[torch.Tensor], names: list[str], summing: _ParameterSum
+) -> dict[str, torch.Tensor]:
     """name -> [*shape]; each parameter's gradient is deleted as soon as its sum is computed.
 
     The sums are computed in the order of the backward pass, in which the gradients were stored. So the
     factors of the last layers are freed before the sums of the first layers are made.
     """
     sums: dict[str, torch.Tensor] = {}
-    for part in parts:
-        places = part.places if len(parts) > 1 else None
+    for part, own in zip(parts, places, strict=True):
         for name in list(part.gradients):
-            found = summing.of(name, part.gradients.pop(name), places)
+            found = summing.of(name, part.gradients.pop(name), own if len(parts) > 1 else None)
             sums[name] = sums[name] + found if name in sums else found
     return {name: sums[name] for name in names}

@@ -91,23 +91,24 @@ class MeanGradient(Measure):
         total = torch.zeros(self.groups, self.flat.size, dtype=torch.float64, device=self.device)
         counts = torch.zeros(self.groups, dtype=torch.int64)
         values = [
-            name for name, gradient in gradients.gradients.items() if self.groups > 1 and is_value(gradient)
+            name
+            for name in gradients.shapes
+            if self.groups > 1 and all(is_value(part.gradients[name]) for part in gradients.parts)
         ]
         sorted_gradients, order, groups = self._sorted(gradients, values)
         if values:
-            classes, whole = self._classes_of(gradients), len(order) == len(gradients)
-            for name in values:
-                gradient = gradients.gradients[name] if whole else gradients.gradients[name].at(order)
-                total[:, self.flat.columns[name]] = sums_of_values(
-                    gradient, classes if whole else classes[order], self.groups
-                ).double()
+            classes, stored = self._classes_of(gradients), gradients.select(values)
+            if len(order) < len(gradients):
+                classes, stored = classes[order], stored.at(order)
+            for part in stored.parts:
+                for name, gradient in part.gradients.items():
+                    sums = sums_of_values(gradient, classes[part.places], self.groups)
+                    total[:, self.flat.columns[name]] += sums.double()
         for group, samples in groups:
             counts[group] = samples.stop - samples.start
-            for name, gradient in sorted_gradients.items():
-                ones = torch.ones(samples.stop - samples.start, dtype=gradient.dtype, device=self.device)
-                total[group, self.flat.columns[name]] = (
-                    gradient.at(samples).weighted_sum(ones).reshape(-1).double()
-                )
+            some = sorted_gradients.at(samples)
+            for name, summed in some.weighted_sum(torch.ones_like(some.losses)).items():
+                total[group, self.flat.columns[name]] = summed.reshape(-1).double()
         finite = finite_rows(gradients)
         squares = torch.stack(
             [each[finite].sum() for each in gradients.square_norms(per="parameter").values()]
@@ -192,10 +193,7 @@ class MeanGradient(Measure):
         for group, samples in groups:
             if group == self.groups - 1:
                 continue
-            some = {name: gradient.at(samples) for name, gradient in sorted_gradients.items()}
-            part = PerSampleGradients(some, gradients.losses[: samples.stop - samples.start])
-            vectors = self._class_means[group]
-            products[order[samples]] = part.dot({name: vectors[name] for name in some}).double()
+            products[order[samples]] = sorted_gradients.at(samples).dot(self._class_means[group]).double()
         return products
 
     def _classes_of(self, gradients: PerSampleGradients) -> torch.Tensor:
@@ -210,25 +208,22 @@ class MeanGradient(Measure):
 
     def _sorted(
         self, gradients: PerSampleGradients, without: Sequence[str]
-    ) -> tuple[dict[str, DeferredGradient], torch.Tensor, list[tuple[int, slice]]]:
-        """(name -> gradient with its samples in the order of their classes, that order [k], each class there
-        with its samples); without samples that are not finite, and without the parameters `without`.
+    ) -> tuple[PerSampleGradients, torch.Tensor, list[tuple[int, slice]]]:
+        """(the gradients in the order of the samples' classes, that order [k], each class there with its
+        samples); without samples that are not finite, and without the parameters `without`.
         """
         finite = finite_rows(gradients)
+        some = gradients.select([name for name in gradients.shapes if name not in without])
         if self.groups == 1:
             order = torch.nonzero(finite).squeeze(1)
             groups = [(0, slice(0, len(order)))] if len(order) else []
             if len(order) == len(gradients):
-                return gradients.gradients, order, groups
+                return some, order, groups
         else:
             classes = self._classes_of(gradients)
             order = classes.where(finite, self.groups).argsort(stable=True)[: int(finite.sum())]
             groups = list(_runs(classes[order].cpu()))
-        return (
-            {name: each.at(order) for name, each in gradients.gradients.items() if name not in without},
-            order,
-            groups,
-        )
+        return some.at(order), order, groups
 
 
 class OfMeanGradient(Measure):

@@ -19,7 +19,7 @@ from torch import Tensor
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, Stream
-from psgrad.engine.gradients.per_sample import BatchPass
+from psgrad.engine.gradients.batch_pass import BatchPass
 from psgrad.engine.privacy.clipped_sums import ClippedSum as ClippedSum
 from psgrad.engine.privacy.clipped_sums import Clipper, Total
 from psgrad.engine.privacy.clipped_sums import RecordColumns as RecordColumns
@@ -59,7 +59,7 @@ def batch_source(
         raise ValueError("batch_source: randomness='same' gives the records of a chunk one draw")
     options = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
     job = BatchPass(loss, params, batch, **options)
-    count = job.level.size
+    count = job.size
     coins = coins or Coins()
 
     def source(clipping: Clipping) -> ClippedSum:

@@ -45,8 +45,8 @@ from psgrad.engine.gradients import (
     per_sample_gradients,
     per_sample_weighted_sum,
 )
+from psgrad.engine.gradients.batch_pass import BatchPass, SamplesDisagree
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.per_sample import BatchPass, SamplesDisagree
 from psgrad.engine.gradients.terms import square_norm
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.coins import Coins, Draws, Seeds
@@ -315,7 +315,7 @@ class _RecordChunk:
         self.loss, self.params, self.batch, self.options = loss, params, batch, options
         self.device = next(iter(params.values())).device
         self._pass = BatchPass(loss, params, batch, **options)
-        self.records: int = self._pass.level.size
+        self.records = self._pass.size
 
     def batch_of(self, records: torch.Tensor) -> tuple[Any, ...]:
         """The batch of these records [k], any of them more than once."""
@@ -334,7 +334,8 @@ class _RecordChunk:
 
 def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:
     """The clipped gradient of one record, materialised in float64; zero if it is not finite."""
-    values = {name: _in_float64(gradient) for name, gradient in gradients.gradients.items()}
+    (part,) = gradients.parts  # a record agrees with itself
+    values = {name: _in_float64(gradient) for name, gradient in part.gradients.items()}
     squares = {name: square_norm(value) for name, value in values.items()}
     chosen = _ClippedNorms.of(clipping, squares, clipping.bounds(gradients.losses.device))
     factors = clipping.by_parameter(chosen.factors)

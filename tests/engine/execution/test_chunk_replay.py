@@ -76,7 +76,7 @@ class Factors(GradientNorms):
     needs_factors = True
 
     def columns(self, gradients: Any) -> dict[str, Tensor]:
-        direction = {name: torch.ones(g.shape, dtype=g.dtype) for name, g in gradients.gradients.items()}
+        direction = {name: torch.ones(shape) for name, shape in gradients.shapes.items()}
         return {**super().columns(gradients), "sum": gradients.dot(direction)}
 
 

@@ -127,7 +127,7 @@ def test_the_result_is_float32_and_the_factors_are_not(case: tuple[nn.Module, Te
         assert found.losses.dtype == torch.float32
         assert found.square_norms().dtype == torch.float64
     gradients = per_sample_gradients(objective.loss, objective.params, (inputs,), target, has_aux=True)
-    assert {g.dtype for g in gradients.gradients.values()} == {torch.float32}
+    assert {g.dtype for g in gradients.parts[0].gradients.values()} == {torch.float32}
     assert {g.dtype for g in gradients.materialise().values()} == {torch.float32}
     assert {g.dtype for g in gradients.weighted_sum(torch.ones(ROWS)).values()} == {torch.float32}
     ways = found.describe()
@@ -162,7 +162,9 @@ def test_products_and_sums_over_positions_are_taken_in_float32(
     objective = Objective(model, summed, autocast=HALF)
     gradients = per_sample_gradients(objective.loss, objective.params, (inputs,), target, has_aux=True)
     if width > 2:
-        assert {f.dtype for p in gradients.gradients["weight"].terms for f in p.term.factors} == {HALF}
+        assert {f.dtype for p in gradients.parts[0].gradients["weight"].terms for f in p.term.factors} == {
+            HALF
+        }
     sums = inputs.double().sum(
         1
     )  # [n, 3]: the gradient of every row of the weight; nothing was rounded on the way
@@ -284,9 +286,12 @@ def test_a_wrong_gradient_is_caught_in_halves_too(
 
     def wrong(stream: Stream, rows: Any) -> PerSampleGradients:
         grads = honest(stream, rows)
-        terms = [type(p)(p.term.scaled(factor), p.layout) for p in grads.gradients["0.weight"].terms]
-        changed = {**grads.gradients, "0.weight": grads.gradients["0.weight"].with_terms(terms)}
-        return PerSampleGradients(changed, grads.losses, grads.aux)
+        terms = [type(p)(p.term.scaled(factor), p.layout) for p in grads.parts[0].gradients["0.weight"].terms]
+        changed = {
+            **grads.parts[0].gradients,
+            "0.weight": grads.parts[0].gradients["0.weight"].with_terms(terms),
+        }
+        return PerSampleGradients.of(changed, grads.losses, grads.aux)
 
     monkeypatch.setattr(Stream, "gradients_at", wrong)
     with pytest.raises(SelfCheckError, match=r"differs from a plain one-sample gradient") as failure:

@@ -66,8 +66,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 
     def wrong(stream: Stream, rows: Any) -> PerSampleGradients:
         grads = honest(stream, rows)
-        return PerSampleGradients(
-            {name: change(name, g) for name, g in grads.gradients.items()}, grads.losses, grads.aux
+        return PerSampleGradients.of(
+            {name: change(name, g) for name, g in grads.parts[0].gradients.items()}, grads.losses, grads.aux
         )
 
     monkeypatch.setattr(Stream, "gradients_at", wrong)

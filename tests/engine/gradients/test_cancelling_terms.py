@@ -52,7 +52,7 @@ def gradients_of(terms: list[Term]) -> PerSampleGradients:
         assert layout is not None
         placed.append(Placed(term, layout))
     gradient = DeferredGradient(tuple(placed), SHAPE, terms[0].dtype, torch.device("cpu"))
-    return PerSampleGradients({"w": gradient}, torch.zeros(N), None)
+    return PerSampleGradients.of({"w": gradient}, torch.zeros(N), None)
 
 
 def extended(x: Tensor) -> np.ndarray:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients.batch_pass import BatchPass
 from psgrad.engine.gradients.deferral import DeferredGradient
-from psgrad.engine.gradients.per_sample import BatchPass
 from psgrad.engine.gradients.terms import BLOCK_BYTES
 from psgrad.engine.transforms import functional_call, jvp
 from psgrad.errors import TransformError
@@ -475,7 +475,7 @@ def gradients_of(program: Program, params: Params, batch: tuple[Any, ...]) -> Pe
     """The gradients after the backward pass, before small ones are materialised."""
     result: dict[str, DeferredGradient] = {}
     losses, _ = BatchPass(program.loss, params, batch, 0, False, "error").run(result.__setitem__)
-    return PerSampleGradients({name: result[name] for name in params}, losses)
+    return PerSampleGradients.of({name: result[name] for name in params}, losses)
 
 
 IN_FLOAT32 = [
@@ -489,7 +489,7 @@ def kinds_of(grads: PerSampleGradients) -> dict[str, str]:
     """name -> the kinds of its terms, in alphabetical order."""
     return {
         name: " + ".join(sorted(type(p.term).__name__ for p in gradient.terms))
-        for name, gradient in grads.gradients.items()
+        for name, gradient in grads.parts[0].gradients.items()
     }
 
 

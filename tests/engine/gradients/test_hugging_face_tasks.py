@@ -133,7 +133,7 @@ def per_sample_kinds(gradients: PerSampleGradients) -> dict[str, set[str]]:
     """name -> the kinds of its terms, of the rows of each outcome of a branch."""
     return {
         name: {
-            type(placed.term).__name__ for _, part in gradients.parts for placed in part.gradients[name].terms
+            type(placed.term).__name__ for part in gradients.parts for placed in part.gradients[name].terms
         }
         for name in gradients.gradients
     }

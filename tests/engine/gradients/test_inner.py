@@ -54,7 +54,7 @@ def gradient_of(gradient: Gradient, shape: tuple[int, ...], order: Sequence[int]
 
 
 def gradients_of(gradient: Gradient, shape: tuple[int, ...], order: Sequence[int] = ()) -> PerSampleGradients:
-    return PerSampleGradients({"p": gradient_of(gradient, shape, order)}, torch.zeros(gradient[0].samples))
+    return PerSampleGradients.of({"p": gradient_of(gradient, shape, order)}, torch.zeros(gradient[0].samples))
 
 
 def exact(gradient: Gradient) -> Tensor:
@@ -205,9 +205,9 @@ def test_inner_products_disjoint_windows() -> None:
         return inside.with_terms([Placed(inside.terms[0].term, layout)], (4, 5))
 
     top, bottom, middle = (
-        PerSampleGradients({"p": rows_of_parameter(start)}, torch.zeros(3)) for start in (0, 2, 1)
+        PerSampleGradients.of({"p": rows_of_parameter(start)}, torch.zeros(3)) for start in (0, 2, 1)
     )
-    assert regions(top.gradients["p"], bottom.gradients["p"]) == []
+    assert regions(top.parts[0].gradients["p"], bottom.parts[0].gradients["p"]) == []
     assert not top.inner(bottom).any()
     values = [each.materialise()["p"].flatten(1) for each in (top, middle, bottom)]
     torch.testing.assert_close(top.inner(middle), values[0] @ values[1].t(), rtol=1e-10, atol=1e-10)
@@ -341,7 +341,10 @@ def test_inner_products_never_materialise_all_samples(
     x, y = gradients_of((make(n),), shape), gradients_of((make(m),), shape)
     kept = max(
         factor.numel()
-        for factor in (*x.gradients["p"].terms[0].term.factors, *y.gradients["p"].terms[0].term.factors)
+        for factor in (
+            *x.parts[0].gradients["p"].terms[0].term.factors,
+            *y.parts[0].gradients["p"].terms[0].term.factors,
+        )
     )
     allowed = max(kept, (4 << 20) // 2, m * (LONGEST_SUM + shape[1]))
     assert allowed < n * math.prod(shape) / 2

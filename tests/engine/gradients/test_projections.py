@@ -62,7 +62,7 @@ def gradients_of(terms: list[Placed], losses: int, name: str = "p") -> PerSample
     gradient = DeferredGradient(
         tuple(terms), torch.Size(first.layout.shape), first.term.dtype, first.term.device
     )
-    return PerSampleGradients({name: gradient}, torch.zeros(losses, device=first.term.device))
+    return PerSampleGradients.of({name: gradient}, torch.zeros(losses, device=first.term.device))
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
@@ -118,7 +118,9 @@ def test_projection_equals_materialised_matrix(projection: Projection, device: t
     target = torch.rand(4, dtype=torch.float64, device=device)
     exact = one_sample_gradients(model, loss, (tokens,), target)
     gradients = deferred_gradients(model, loss, (tokens,), target)
-    kinds = {type(placed.term) for gradient in gradients.gradients.values() for placed in gradient.terms}
+    kinds = {
+        type(placed.term) for gradient in gradients.parts[0].gradients.values() for placed in gradient.terms
+    }
     assert kinds >= {Product, Rows, Convolution, Dense, Image}
     result = gradients.project(projection)
     expected = projected(projection, exact)
@@ -314,7 +316,7 @@ def test_projection_segment_fills_its_columns() -> None:
 def test_projection_large_weight_memory(projection: Projection, positions: int) -> None:
     rows, columns, n = 4096, 5000, 4
     term = Product(torch.randn(n, 1, positions, rows), torch.randn(n, 1, positions, columns))
-    gradients = PerSampleGradients({"p": DeferredGradient.of(term, (rows, columns))}, torch.zeros(n))
+    gradients = PerSampleGradients.of({"p": DeferredGradient.of(term, (rows, columns))}, torch.zeros(n))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as result:
         out = gradients.project(projection)
     assert out.shape == (n, projection.width)

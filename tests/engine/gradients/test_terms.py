@@ -225,7 +225,7 @@ def gradients_of(*terms: Term, shape: tuple[int, ...] | None = None) -> PerSampl
         assert layout is not None
         placed.append(Placed(term, layout))
     first = terms[0]
-    return PerSampleGradients(
+    return PerSampleGradients.of(
         {"p": DeferredGradient(tuple(placed), torch.Size(wanted), first.dtype, first.device)},
         torch.zeros(first.samples),
     )

@@ -116,7 +116,7 @@ def test_records_layer_stays_factored() -> None:
     reader = RecordReader(Records.of_units(USERS), taking(inputs, target))
     reader.draw(range(5))
     gradients = stream_of(Objective(model, nn.functional.cross_entropy), reader).gradients(0, 5)
-    (placed,) = gradients.gradients["0.weight"].terms
+    (placed,) = gradients.parts[0].gradients["0.weight"].terms
     assert sorted(tuple(x.shape) for x in placed.term.factors) == [
         (5, 1, 5, 50),
         (5, 1, 5, 60),

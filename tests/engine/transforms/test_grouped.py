@@ -116,7 +116,7 @@ def test_grouped_mm_weight_gradients_stay_factors() -> None:
     repeated = [value.expand(N, *value.shape) for value in params.values()]
     expected = dict(zip(params, gradients_by_loop(one, *repeated, x, expert, argnums=(0, 1)), strict=True))
     found = per_sample_gradients(experts, params, x, expert, settle=False)
-    for name, gradient in found.gradients.items():
+    for name, gradient in found.parts[0].gradients.items():
         assert [type(placed.term).__name__ for placed in gradient.terms] == ["GroupedProduct"], name
     torch.testing.assert_close(found.materialise(), expected)
     flat = torch.cat([value.flatten(1) for value in expected.values()], 1)

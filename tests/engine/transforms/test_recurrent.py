@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_gradients
+from psgrad.engine.gradients.batch_pass import BatchPass
 from psgrad.engine.gradients.deferral import DeferredGradient
-from psgrad.engine.gradients.per_sample import BatchPass
 from psgrad.engine.gradients.terms import Product
 from psgrad.engine.transforms import functional_call, grad, hessian, jvp, vjp, vmap
 from psgrad.errors import TransformError

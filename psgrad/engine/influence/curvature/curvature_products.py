@@ -23,6 +23,7 @@ from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.output_rows import gauss_newton_rows, gauss_newton_trace, outputs_alike
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Flat, Vectors
+from psgrad.engine.gradients.parts import Part
 from psgrad.engine.gradients.terms import block_bytes
 from psgrad.engine.influence.curvature.row_blocks import ParameterRows, part_of
 from psgrad.engine.influence.solvers.spectrum import Apply, hutchinson_trace
@@ -135,11 +136,11 @@ class RowProducts(CurvatureProducts):
         stored: list[list[PartsByName]] = []
 
         def keep(gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-            stored.append([parts_of(part) for _, part in gradients.parts])
+            stored.append([parts_of(part) for part in gradients.parts])
             return {}
 
-        def parts_of(gradients: PerSampleGradients) -> dict[str, ParameterRows]:
-            each = gradients.gradients.items()
+        def parts_of(part: Part) -> dict[str, ParameterRows]:
+            each = part.gradients.items()
             return {name: part_of(gradient, rows) for name, gradient in each if not gradient.is_zero}
 
         chunks: list[PartsByName] = []

@@ -9,9 +9,11 @@ from functools import cached_property
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.flat import Vectors, as_gradients
+from psgrad.engine.gradients.flat import Vectors
+from psgrad.engine.gradients.inner.inner_products import inner_products
+from psgrad.engine.gradients.parts import Part
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.gradients.terms import Product, Term, accumulating_dtype, blocks, times_shared
+from psgrad.engine.gradients.terms import Dense, Product, Term, accumulating_dtype, blocks, times_shared
 from psgrad.engine.influence.curvature.kronecker_factors import Form, Side, only_product
 
 
@@ -114,49 +116,45 @@ class Basis:
 
     # -- per-sample gradients --------------------------------------------------------------------------------
 
-    def is_outer(self, gradients: PerSampleGradients) -> bool:
-        """Whether gradients of one group are outer products."""
-        term = self.product(gradients)
+    def is_outer(self, part: Part) -> bool:
+        """Whether gradients of one part are outer products."""
+        term = self.product(part)
         return term is not None and term.is_outer_product
 
-    def outer(
-        self, gradients: PerSampleGradients, dtype: torch.dtype | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rotated gradients of one group as outer products, [n, g, a] and [n, g, b], in `dtype` or their own
+    def outer(self, part: Part, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rotated gradients of one part as outer products, [n, g, a] and [n, g, b], in `dtype` or their own
         type; None if they are sums of several.
         """
-        term = self.product(gradients)
+        term = self.product(part)
         if term is None or not term.is_outer_product:
             return None
-        rotated = self.rotated_factors(term if dtype is None else term.at(slice(0, len(gradients)), dtype))
+        rotated = self.rotated_factors(term if dtype is None else term.at(slice(0, len(part)), dtype))
         return rotated.left.squeeze(2), rotated.right.squeeze(2)
 
-    def rotated(
-        self, gradients: PerSampleGradients, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
+    def rotated(self, part: Part, dtype: torch.dtype | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
         """Materialised rotated gradients [k, g, a, b], block of samples by block; multiplied in `dtype`, at
         least float32.
         """
-        gradient = gradients.gradients[self.name]
+        gradient = part.gradients[self.name]
         kind = dtype or accumulating_dtype(gradient.dtype)
-        term = self.product(gradients)
+        term = self.product(part)
         groups, rows, columns = self.size
         by_factors = term is not None and term.factors[0].shape[2] * (
             rows**2 + columns**2
         ) < rows * columns * (rows + columns)
-        for block in blocks(len(gradients), 3 * groups * rows * columns * kind.itemsize, gradient.device):
+        for block in blocks(len(part), 3 * groups * rows * columns * kind.itemsize, gradient.device):
             if by_factors:
                 assert term is not None
                 yield block, self.rotated_factors(term.at(block, kind)).materialise()
             else:
-                values = {name: _materialised(gradients, name, block).to(kind) for name in self.names}
+                values = {name: _materialised(part, name, block).to(kind) for name in self.names}
                 yield block, self.rotate(self.matrices(values))
 
-    def product(self, gradients: PerSampleGradients) -> Term | None:
-        """Gradients of one group as factors, [n, g, t, a] and [n, g, t, b], not rotated; None if they have
+    def product(self, part: Part) -> Term | None:
+        """Gradients of one part as factors, [n, g, t, a] and [n, g, t, b], not rotated; None if they have
         none.
         """
-        return only_product(gradients.gradients[self.name], self.form)
+        return only_product(part.gradients[self.name], self.form)
 
     @property
     def names(self) -> list[str]:
@@ -176,9 +174,9 @@ class Basis:
         return Product(_times(left, self.left), _times(right, self.right))
 
 
-def _materialised(gradients: PerSampleGradients, name: str, samples: slice) -> torch.Tensor:
+def _materialised(part: Part, name: str, samples: slice) -> torch.Tensor:
     """[k, *shape], zeros where the loss does not depend on the parameter."""
-    gradient = gradients.gradients[name]
+    gradient = part.gradients[name]
     if gradient.is_zero:
         return gradient.new_zeros(samples.stop - samples.start)
     return gradient.at(samples).materialise()
@@ -219,7 +217,7 @@ class KroneckerBlock:
         float64.
         """
 
-        def preconditioned(some: PerSampleGradients) -> Vectors:
+        def preconditioned(some: Part) -> Vectors:
             parts = []
             for _, rotated in self.basis.rotated(some, torch.float64):
                 found = self.basis.vectors(self.basis.rotate_back(rotated * factor))
@@ -232,7 +230,7 @@ class KroneckerBlock:
     def multiplied(self, gradients: PerSampleGradients, factor: torch.Tensor) -> torch.Tensor:
         """[k, g, a, b]: gradients in the bases, times `factor` [g, a, b] in float64, in their own type."""
 
-        def multiplied(some: PerSampleGradients) -> torch.Tensor:
+        def multiplied(some: Part) -> torch.Tensor:
             kind = some.gradients[self.basis.name].dtype
             return torch.cat(
                 [(part * factor).to(kind) for _, part in self.basis.rotated(some, torch.float64)]
@@ -250,15 +248,13 @@ class KroneckerBlock:
         found: list[torch.Tensor] = gradients.by_part(lambda part: self._weighted_squares(part, weights))
         return found
 
-    def _weighted_squares(
-        self, gradients: PerSampleGradients, weights: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        outer = self.basis.outer(gradients)
+    def _weighted_squares(self, part: Part, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        outer = self.basis.outer(part)
         if outer is not None:
             left, right = (factor.double().square() for factor in outer)
             return [(torch.einsum("nga,gab->ngb", left, each) * right).sum((1, 2)) for each in weights]
         parts = []
-        for _, rotated in self.basis.rotated(gradients):
+        for _, rotated in self.basis.rotated(part):
             squares = rotated.double().square().flatten(1)
             parts.append(squares @ torch.stack([each.reshape(-1) for each in weights], 1))
         return list(torch.cat(parts).unbind(1))
@@ -274,18 +270,17 @@ class Multiplied:
     def __init__(self, block: KroneckerBlock, values: torch.Tensor, samples: int) -> None:
         self.basis, self.values, self.samples = block.basis, values, samples
 
-    def inner(self, gradients: PerSampleGradients) -> torch.Tensor:
-        """[n, m] float64: the inner products with gradients of one group."""
-        term, label = self.basis.product(gradients), self.basis.label
+    def inner(self, part: Part) -> torch.Tensor:
+        """[n, m] float64: the inner products with the gradients of one part."""
+        term = self.basis.product(part)
         if term is not None and term.is_outer_product and self._rotates(term):
             return outer_inner(self.basis.rotated_factors(term), self.values)
         if term is not None and self._rotates(term):
             rotated = DeferredGradient.of(self.basis.rotated_factors(term), self.values.shape[1:])
-            own, other = {label: rotated}, {label: self.values}
+            pairs = [(rotated, _as_gradient(self.values))]
         else:
-            own, other = {name: gradients.gradients[name] for name in self.basis.names}, self._vectors
-        products: torch.Tensor = PerSampleGradients(own, gradients.losses, {}).inner(as_gradients(other))
-        return products
+            pairs = [(part.gradients[name], _as_gradient(self._vectors[name])) for name in self.basis.names]
+        return inner_products(pairs, (len(part), len(self.values)), part.device)
 
     def _rotates(self, term: Term) -> bool:
         _, rows, columns = self.basis.size
@@ -299,6 +294,10 @@ class Multiplied:
             self.basis.vectors(self.basis.rotate_back(part.double())) for part in self.values.split(_ROTATED)
         ]
         return {name: torch.cat([part[name].to(self.values) for part in each]) for name in each[0]}
+
+
+def _as_gradient(values: torch.Tensor) -> DeferredGradient:
+    return DeferredGradient.of(Dense(values), values.shape[1:])
 
 
 # Vectors that are rotated back at once, and the numbers of an intermediate of inner products.
@@ -323,7 +322,7 @@ def second_moment(basis: Basis, gradients: PerSampleGradients) -> torch.Tensor:
     """
     columns = basis.size[2]
     total = torch.zeros(columns, columns, dtype=torch.float64, device=gradients.losses.device)
-    for _, part in gradients.parts:
+    for part in gradients.parts:
         for _, rows in basis.rotated(part, torch.float64):
             flat = rows.flatten(1)
             total += flat.t() @ flat
@@ -333,7 +332,7 @@ def second_moment(basis: Basis, gradients: PerSampleGradients) -> torch.Tensor:
 def sum_of_squares(basis: Basis, gradients: PerSampleGradients) -> torch.Tensor:
     """[g, a, b] float64: the sum over samples of the squares of their gradients' elements in the bases."""
     total = torch.zeros(basis.size, dtype=torch.float64, device=gradients.losses.device)
-    for _, part in gradients.parts:
+    for part in gradients.parts:
         outer = basis.outer(part)
         if outer is not None:
             left, right = (factor.double().square().transpose(0, 1) for factor in outer)

@@ -21,6 +21,7 @@ import torch
 from psgrad.engine.execution.ranks import Arrays, Processes
 from psgrad.engine.gradients.deferred import DeferredGradient, oriented_if_free
 from psgrad.engine.gradients.layout import AxisLayout
+from psgrad.engine.gradients.parts import Part
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import Term, blocks
 
@@ -192,14 +193,14 @@ class Covariances:
 
     def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
         self._chunk = FactorSums()
-        for _, part in gradients.parts:
-            self._chunk.add(self._of_group(part))
+        for part in gradients.parts:
+            self._chunk.add(self._of_part(part))
         return {}
 
-    def _of_group(self, gradients: PerSampleGradients) -> FactorSums:
+    def _of_part(self, part: Part) -> FactorSums:
         """The sums of samples that were computed together."""
         sums = FactorSums()
-        for name, gradient in gradients.gradients.items():
+        for name, gradient in part.gradients.items():
             terms = factored(gradient)
             for form, of_form in terms.items():
                 along = _FactorMoments(form)
@@ -207,21 +208,21 @@ class Covariances:
                     along.add(term)
                 sums.moments[name, form] = along.totals
                 if not any(term.is_lookup for term in of_form):
-                    sums.ties.update(self._ties(gradients, (name, form), along))
+                    sums.ties.update(self._ties(part, (name, form), along))
         return sums
 
     def keep(self) -> None:
         self.sums.add(self._chunk)
         self._chunk = FactorSums()
 
-    def _ties(self, gradients: PerSampleGradients, use: Use, along: _FactorMoments) -> dict[Tie, bool]:
+    def _ties(self, part: Part, use: Use, along: _FactorMoments) -> dict[Tie, bool]:
         """Which parameters of the same owner have a gradient that is the sum over positions of one of the
         factors.
         """
         name, found = use[0], {}
         owner = name.rpartition(".")[0]
         sums: dict[Side, torch.Tensor] = {"left": along.sums_of("left"), "right": along.sums_of("right")}
-        for other, gradient in gradients.gradients.items():
+        for other, gradient in part.gradients.items():
             if other == name or other.rpartition(".")[0] != owner or factored(gradient):
                 continue
             for side, of_factor in sums.items():

@@ -19,6 +19,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import OutputRows
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Flat, Vectors
+from psgrad.engine.gradients.parts import Part
 from psgrad.engine.influence.curvature.row_blocks import SharedFactorRows, part_of
 from psgrad.engine.transforms import grad, linearize, vmap
 
@@ -58,7 +59,7 @@ class _RowSums:
         self._kept: list[list[_OuterRows]] = []
 
     def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-        self._chunk = [_parts(part, self.flat, self.per_sample) for _, part in gradients.parts]
+        self._chunk = [_parts(part, self.flat, self.per_sample) for part in gradients.parts]
         return {}
 
     def keep(self) -> None:
@@ -168,12 +169,12 @@ def _half(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return places, which
 
 
-def _parts(gradients: PerSampleGradients, flat: Flat, per_sample: int) -> list[_OuterRows]:
+def _parts(samples: Part, flat: Flat, per_sample: int) -> list[_OuterRows]:
     """One for each parameter whose rows share a factor, and one for all others together."""
-    device = gradients.losses.device
+    device = samples.device
     parts: list[_OuterRows] = []
     values, rest = [], []
-    for name, gradient in gradients.gradients.items():
+    for name, gradient in samples.gradients.items():
         if gradient.is_zero:
             continue
         columns = flat.columns[name]

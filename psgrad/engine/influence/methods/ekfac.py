@@ -11,6 +11,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors, as_gradients
+from psgrad.engine.gradients.parts import Part
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.influence.amounts import is_affine
 from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerBlock, Multiplied
@@ -115,8 +116,9 @@ class BlockProducts:
         """[k, a + b]: both factors of each gradient in the block's bases, if `inner` needs no more; else
         [k, g, a, b], multiplied.
         """
-        basis, kind = self.block.basis, queries.gradients[self.block.basis.name].dtype
-        are_outer = all(basis.is_outer(part) for _, part in queries.parts)
+        basis, part = self.block.basis, queries.parts[0]
+        kind = part.gradients[basis.name].dtype
+        are_outer = all(basis.is_outer(part) for part in queries.parts)
         if kind != torch.float32 or not are_outer or self.separable is None:
             return self.block.multiplied(queries, self.inverse)
         factors: torch.Tensor = queries.by_part(
@@ -124,10 +126,10 @@ class BlockProducts:
         )
         return factors.squeeze(1).to(kind)
 
-    def inner(self, gradients: PerSampleGradients) -> torch.Tensor:
-        """[n, m] float64: of gradients of one group."""
-        if self._factors is None or (factors := self.block.basis.outer(gradients)) is None:
-            return self._multiplied.inner(gradients)
+    def inner(self, part: Part) -> torch.Tensor:
+        """[n, m] float64: of the gradients of one part."""
+        if self._factors is None or (factors := self.block.basis.outer(part)) is None:
+            return self._multiplied.inner(part)
         assert self.separable is not None
         left, right = (factor.squeeze(1) for factor in factors)
         return self.separable.inner((left, right), self._factors)
@@ -208,8 +210,8 @@ class KroneckerFactored(Preconditioned):
         for each in asked:
             each.queries = [part[each.label].to(self.training.device) for part in parts]
 
-        def products(gradients: PerSampleGradients) -> torch.Tensor:
-            return torch.stack([each.inner(gradients) for each in asked]).sum(0)
+        def products(part: Part) -> torch.Tensor:
+            return torch.stack([each.inner(part) for each in asked]).sum(0)
 
         for rows, found in self.training.each(lambda gradients: {"scores": gradients.by_part(products)}):
             yield ScoreBlock(rows.start, rows.stop, found["scores"])
