@@ -177,8 +177,8 @@ def _built(config: ModelConfig, base: Path) -> nn.Module:
         )
     if any(isinstance(module, jit.ScriptModule) for module in model.modules()):
         raise ModelError(
-            f"the factory {factory} returned a model that holds a module of TorchScript, whose parameters can't"
-            " be replaced",
+            f"the factory {factory} returned a model that holds a module of TorchScript, whose parameters"
+            " can't be replaced",
             hint="return the module before torch.jit.script or torch.jit.trace",
         )
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
