@@ -30,8 +30,26 @@ class Experts(nn.Module):
         return self.one(h) if bool(x[..., 1].sum() > 0) else self.other(h)
 
 
+class Routed(Experts):
+    # Rows are sent to one of two experts; an expert may have none.
+
+    def forward(self, x):
+        if not self.branches:
+            return super().forward(x)
+        h, out = self.first(x), x.new_zeros(len(x), 3)
+        h = torch.where(x[:, :1] > 0, h.tanh(), h.sigmoid())
+        for expert, chosen in ((self.one, x[:, 1] > 0), (self.other, x[:, 1] <= 0)):
+            rows = chosen.nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(h[rows]))
+        return out
+
+
 def branching():
     return Experts(True)
+
+
+def routed():
+    return Routed(True)
 
 
 def selecting():
@@ -40,6 +58,7 @@ def selecting():
 MEASURES = ["layer_norms", "cosine_to_mean", "projected_gradients", "noise_scale", "hessian_trace"]
 METHODS: list[Any] = [
     {"name": "influence", "curvature": "gauss_newton", "damping": 0.1},
+    {"name": "influence", "curvature": "gauss_newton", "damping": 0.1, "solver": "conjugate_gradient"},
     {"name": "influence", "curvature": "fisher", "damping": 0.1, "solver": "dual"},
     {"name": "ekfac", "damping": 0.1},
     "trak",
@@ -52,10 +71,10 @@ def use(place: Workplace, model: str) -> None:
     place.config["output"] = model
 
 
-def assert_same_tables(place: Workplace, *names: str) -> None:
+def assert_same_tables(place: Workplace, model: str, *names: str) -> None:
     for name in names:
         ours, expected = (
-            pd.read_parquet(place.folder / model / f"{name}.parquet") for model in ("branching", "selecting")
+            pd.read_parquet(place.folder / each / f"{name}.parquet") for each in (model, "selecting")
         )
         ways = ["computed_as"] if "computed_as" in expected else []  # a branch may leave a parameter out
         pd.testing.assert_frame_equal(
@@ -69,22 +88,26 @@ def assert_every_outcome(place: Workplace) -> None:
     assert signs == set(itertools.product([False, True], repeat=2))
 
 
-def test_analyze_model_that_branches_on_data(workplace: Workplace) -> None:
+@pytest.mark.parametrize("model", ["branching", "routed"])
+def test_analyze_model_that_branches_on_data(workplace: Workplace, model: str) -> None:
     assert_every_outcome(workplace)
     workplace.config["analyze"] = {"measures": MEASURES}
-    for model in ("branching", "selecting"):
-        use(workplace, model)
+    for each in (model, "selecting"):
+        use(workplace, each)
         outcome = workplace.succeeded("--no-report")
         assert "self-check: worst relative error" in outcome.out + outcome.err
-    assert_same_tables(workplace, "samples", "parameters")
+    assert_same_tables(workplace, model, "samples", "parameters")
 
 
+@pytest.mark.parametrize("model", ["branching", "routed"])
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_influence_model_that_branches_on_data(influence_place: InfluenceWorkplace, method: Any) -> None:
+def test_influence_model_that_branches_on_data(
+    influence_place: InfluenceWorkplace, method: Any, model: str
+) -> None:
     assert_every_outcome(influence_place)
     influence_place.section["method"] = method
-    for model in ("branching", "selecting"):
-        use(influence_place, model)
+    for each in (model, "selecting"):
+        use(influence_place, each)
         outcome = influence_place.influence("--no-report")
         assert outcome.code == 0, outcome.err
-    assert_same_tables(influence_place, "self_influence", "scores")
+    assert_same_tables(influence_place, model, "self_influence", "scores")
