@@ -1,4 +1,4 @@
-"""Finds and configures plugins: measures, influence methods, detectors and losses.
+"""Finds and configures plugins: measures, influence methods and losses.
 
 A plugin is a dataclass; its fields are its options. Its name in a config is that of one of psgrad's own or
 that of an entry point of another package (psgrad/config/plugin_names.py), or `module:Class` or
@@ -61,14 +61,6 @@ METHODS = PluginKind(
     "docs/guides/influence.md",
     InfluenceError,
 )
-DETECTORS = PluginKind(
-    "detector",
-    "detectors",
-    "psgrad.quality.detector:Detector",
-    "analyze.outliers.detectors",
-    "CONTRIBUTING.md",
-    ConfigError,
-)
 LOSSES = PluginKind(
     "loss",
     "losses",
@@ -77,7 +69,7 @@ LOSSES = PluginKind(
     "CONTRIBUTING.md",
     LossError,
 )
-KINDS = (MEASURES, METHODS, DETECTORS, LOSSES)
+KINDS = (MEASURES, METHODS, LOSSES)
 
 
 def configured(kind: PluginKind, name: str, options: Mapping[str, Any], base: Path) -> Any:
