@@ -79,6 +79,7 @@ class TextSamples(Samples):
         self._fields = (*task.fields[:-1], *weight, task.fields[-1])
         self._kept = KeptBytes()
         self.keywords = tuple(field.name for field in task.fields if field.name != TARGET)
+        self.input_names, self.tokenizer = self.keywords, task.tokenizer
         self.notes, self.stamps = (*task.tokenizer.notes, *rows.notes), rows.stamps
         self.class_names = task.class_names
         self.ragged = RaggedAxes(
@@ -110,15 +111,6 @@ class TextSamples(Samples):
 
     def row_name(self, row: int) -> str:
         return self._rows.row_name(row)
-
-    def input_names(self) -> list[str]:
-        return list(self.keywords)
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        return self._task.tokenizer.pieces(ids)
-
-    def special_tokens(self) -> frozenset[int]:
-        return self._task.tokenizer.special_tokens
 
     def _made(self, missing: list[int], asked: list[int]) -> dict[int, EncodedRow]:
         """These rows as tokens, which are kept; where neighbours are asked for, the next ones, too, as a

@@ -13,7 +13,7 @@ import torch
 
 from psgrad.errors import ConfigError, DataError
 from tests.hugging_face import CHAT_TEMPLATE
-from tests.text_tasks import NAMED, refusal_of, samples_of
+from tests.text_tasks import NAMED, refusal_of, samples_of, text_of
 
 TEXT = "a dog ran over the hill and far away"
 CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
@@ -34,8 +34,8 @@ def test_completion_begins_at_the_token_with_its_first_character(tmp_path: Path)
     counted = [place + 1 for place, label in enumerate(target) if label != -100]
     assert counted == list(range(counted[0], len(ids)))
     assert [ids[place] for place in counted] == [label for label in target if label != -100]
-    assert "".join(samples.pieces(ids[: counted[0]]) or []) in "the c"
-    assert "".join(samples.pieces(ids[counted[0] :]) or []).endswith("at sat")
+    assert text_of(samples, ids[: counted[0]]) in "the c"
+    assert text_of(samples, ids[counted[0] :]).endswith("at sat")
     assert target[-1] == -100
 
 
@@ -61,7 +61,7 @@ def test_chat_labels_are_the_tokens_of_the_assistant(marked: bool, tmp_path: Pat
     target = samples.read(0, 1).target
     assert target is not None
     labels = [int(label) for label in target[0] if label != -100]
-    said = "".join(samples.pieces(labels) or [])
+    said = text_of(samples, labels)
     assert said.replace("\n", "") == "sat</s>ran</s>"
     assert samples.describe(0) == "user: the cat\nassistant: sat\nuser: a dog\nassistant: ran"
 
@@ -132,7 +132,7 @@ def test_chat_keys_of_other_rows_are_not_there_for_the_template(tmp_path: Path) 
         target = samples.read(row, row + 1).target
         assert target is not None
         labels = [int(label) for label in target[0] if label != -100]
-        assert ("film" in "".join(samples.pieces(labels) or [])) == has_word
+        assert ("film" in text_of(samples, labels)) == has_word
 
 
 def test_chats_of_another_form_are_reported_how_to_rename_their_keys(tmp_path: Path) -> None:
