@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from psgrad.reports.analyze_plots import draw_plots
 from psgrad.reports.analyze_tables import (
@@ -25,8 +25,8 @@ from psgrad.reports.labels import label_warning, label_words
 from psgrad.reports.measure_plots import measure_plots
 from psgrad.reports.measures import MAX_MEASURES, measure_sections
 from psgrad.reports.page import about_run, render_template, title_of
-from psgrad.reports.pictures import excerpt, original_uri, picture_uri
-from psgrad.reports.words import MISSING, group_words, identifier, label, number
+from psgrad.reports.pictures import shown_input
+from psgrad.reports.words import group_words, identifier, label, number
 from psgrad.run.results import RULES, AnalyzeResult, disagrees, has_classes, top_samples
 from psgrad.run.results.manifest import UNKNOWN_UNIT
 from psgrad.wording import correlation, prefix_note
@@ -85,6 +85,7 @@ def render(
         issues=[] if result.issue_summary is None else result.issue_summary.to_dict("records"),
         twins=twins(result),
         cards=cards,
+        names=names,
         values=values_table(result),
         attribution=attribution_cards(result),
         by_class=[
@@ -164,49 +165,11 @@ def partial_words(result: AnalyzeResult) -> str:
     return f"{looked_at} of {there:,} samples{drawn}" if isinstance(there, int) else f"{looked_at} samples"
 
 
-@dataclass(frozen=True)
-class InputCard:
-    """A sample of the first ranks with its input. label: empty where there is none."""
-
-    rank: str
-    id: str
-    label: str
-    prediction: str
-    differs: bool
-    norm: str
-    loss: str
-    picture: str | None
-    original: str | None
-    text: str | None
-
-    @property
-    def alt(self) -> str:
-        """What the picture is, for readers who can't see it."""
-        known = f", label {self.label}, model {self.prediction}" if self.label else ""
-        return f"Input of sample {self.id}{known}, norm {self.norm}"
-
-
-def input_cards(result: AnalyzeResult) -> list[InputCard]:
-    """The inputs of the first ranks that are pictures or texts."""
+def input_cards(result: AnalyzeResult) -> list[tuple[dict[Any, Any], dict[str, str | None]]]:
+    """The samples of the first ranks whose inputs are pictures or texts: (its row, its input)."""
     rows = top_samples(result.samples, max(len(result.top_inputs), MAX_PICTURES))
-    known = {row["id"]: row for row in rows.assign(_differs=disagrees(rows)).to_dict("records")}
-    cards = []
-    for sample in result.top_inputs[:MAX_PICTURES]:
-        if sample.id in known and (sample.image is not None or sample.text is not None):
-            row = known[sample.id]
-            truth, guess = (label(row.get(name), result.class_names) for name in ("target", "prediction"))
-            cards.append(
-                InputCard(
-                    rank=str(row["rank"]),
-                    id=identifier(row["id"]),
-                    label="" if truth == MISSING else truth,
-                    prediction=guess,
-                    differs=bool(row["_differs"]),
-                    norm=number(row["grad_norm"]),
-                    loss=number(row["loss"]),
-                    picture=picture_uri(sample, PICTURE_SIDE),
-                    original=original_uri(sample, PICTURE_SIDE),
-                    text=excerpt(sample.text),
-                )
-            )
-    return cards
+    known = {row["id"]: row for row in rows.assign(differs=disagrees(rows)).to_dict("records")}
+    seen = [
+        each for each in result.top_inputs[:MAX_PICTURES] if each.image is not None or each.text is not None
+    ]
+    return [(known[each.id], shown_input(each, PICTURE_SIDE)) for each in seen if each.id in known]
