@@ -160,9 +160,13 @@ def partial_words(result: AnalyzeResult) -> str:
     manifest, looked_at = result.manifest, f"{len(result.samples):,}"
     if manifest.limit is None:
         return ""
-    there = manifest.counts.in_dataset
+    in_dataset = manifest.counts.in_dataset
     drawn = "" if manifest.sampled_by is None else ", drawn at random,"
-    return f"{looked_at} of {there:,} samples{drawn}" if isinstance(there, int) else f"{looked_at} samples"
+    return (
+        f"{looked_at} of {in_dataset:,} samples{drawn}"
+        if isinstance(in_dataset, int)
+        else f"{looked_at} samples"
+    )
 
 
 def input_cards(result: AnalyzeResult) -> list[tuple[dict[Any, Any], dict[str, str | None]]]:

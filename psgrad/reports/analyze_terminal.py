@@ -23,15 +23,17 @@ def top_table(result: AnalyzeResult, n: int) -> Table:
     there was no reference.
     """
     samples, score = result.samples, str(result.manifest.judged.score)
-    there = {name for name in ("target", "prediction", "q_value") if name in samples}
-    names = ["rank", "id", *(each for each in ("target", "prediction") if each in there)]
+    present = {name for name in ("target", "prediction", "q_value") if name in samples}
+    names = ["rank", "id", *(each for each in ("target", "prediction") if each in present)]
     if "group" in samples and samples["group"].nunique() > 1:
         names.append("group")
     names += ["loss", "grad_norm"]
     if score not in ("loss", "grad_norm", "log_norm") and score in samples:
         names.append(score)
-    names += ["percentile", *({"q_value"} & there)]
-    columns = [column_of(name, result) for name in names if name not in there or samples[name].notna().any()]
+    names += ["percentile", *({"q_value"} & present)]
+    columns = [
+        column_of(name, result) for name in names if name not in present or samples[name].notna().any()
+    ]
     return table("top", "The first ranks", columns, top_samples(samples, n).to_dict("records"))
 
 
@@ -48,8 +50,8 @@ def summary(result: AnalyzeResult) -> str:
     )
     lines = [f"{count(len(samples))}, {found}, {nonfinite:,} with a loss or gradient that is not finite"]
     if manifest.labels is not None:
-        said = label_words(manifest.labels, result.class_names)
-        lines += [f"labels: {said}"] if said else []
+        agreement = label_words(manifest.labels, result.class_names)
+        lines += [f"labels: {agreement}"] if agreement else []
         warning = label_warning(manifest.labels, result.class_names)
         lines += [f"warning: {warning}"] if warning else []
     if skipped := int((samples["status"] == "skipped").sum()):
