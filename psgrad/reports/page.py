@@ -19,6 +19,7 @@ from psgrad.reports.words import (
     brief,
     cell,
     count,
+    flat_words,
     identifier,
     label,
     number,
@@ -30,6 +31,9 @@ from psgrad.run.results.manifest import RunManifest
 
 if TYPE_CHECKING:
     import jinja2
+
+ABOUT_LIMIT = 600  # letters: a source has several papers, a warning two paths
+MAX_NUMBERS = 40
 
 
 def render_template(template: str, **values: Any) -> str:
@@ -54,10 +58,12 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     templates.filters |= {
+        "about": lambda value: brief(str(value), ABOUT_LIMIT),
         "brief": lambda value, limit: brief(str(value), limit),
         "cell": cell,
         "counted": count,
         "fact": lambda value: brief(str(value), FACT_LIMIT),
+        "flat": lambda facts: flat_words(facts, ABOUT_LIMIT)[:MAX_NUMBERS],
         "identifier": identifier,
         "label": label,
         "number": number,
