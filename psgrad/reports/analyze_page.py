@@ -26,10 +26,10 @@ from psgrad.reports.measure_plots import measure_plots
 from psgrad.reports.measures import MAX_MEASURES, measure_sections
 from psgrad.reports.page import about_run, render_template, title_of
 from psgrad.reports.pictures import shown_input
-from psgrad.reports.words import group_words, identifier, label, number
+from psgrad.reports.words import group_words, identifier, label
 from psgrad.run.results import RULES, AnalyzeResult, disagrees, has_classes, top_samples
 from psgrad.run.results.manifest import UNKNOWN_UNIT
-from psgrad.wording import correlation, prefix_note
+from psgrad.wording import prefix_note
 
 # Every part of the page is bounded, so that the page is.
 MAX_PICTURES = 24
@@ -37,7 +37,6 @@ PICTURE_SIDE = 96
 MAX_CLASSES = MAX_GROUPS = 200
 MAX_FINDINGS = MAX_TWINS = 100
 FIGURES_ROOM = 900_000  # characters of all figures of measures together
-_FEW = 10  # first ranks, fewer than which say nothing about two orders
 
 
 def write_report(result: AnalyzeResult, write: Callable[[str, bytes], None]) -> None:
@@ -68,8 +67,8 @@ def render(
         **about_run(manifest, result.folder),
         title=title_of(manifest, f"Which training examples {pull}?"),
         score=score,
-        headline=headline(result),
-        partial=partial_words(result),
+        total=len(samples),
+        partial=manifest.limit is not None,
         labels="" if labels is None else label_words(labels, names),
         label_warning="" if labels is None else label_warning(labels, names),
         judged=judged,
@@ -131,42 +130,6 @@ def twins(result: AnalyzeResult) -> list[tuple[int, str, str]]:
             rows["near_duplicate_set"], rows["id"], rows["given_label"], strict=True
         )
     ]
-
-
-def headline(result: AnalyzeResult) -> list[tuple[str, str]]:
-    """The figures at the top of the page: value, and what it is."""
-    manifest, found = result.manifest, found_samples(result)
-    judged, check, order = manifest.judged, manifest.self_check, manifest.judged.loss_agreement
-    figures = [
-        (f"{len(result.samples):,}", "samples"),
-        (f"{found['listed']:,}", "unlike the reference" if judged.referenced else "in the review list"),
-        (f"{len(nonfinite_ids(result.samples)):,}", "not finite"),
-    ]
-    if order.top and order.top >= _FEW:
-        score, other = score_words(judged), "gradient norm" if order.other == "grad_norm" else order.other
-        figures += [
-            (f"{order.shared:,} of {order.top:,}", f"first by {score} are also first by {other}"),
-            (correlation(order.spearman), f"rank correlation of {score} and {other}"),
-        ]
-    if manifest.model.trainable:
-        figures.append((f"{manifest.model.trainable:,}", "trainable parameters"))
-    if check.samples:
-        figures.append((number(check.worst_relative_error), "worst relative error of the self-check"))
-    return figures
-
-
-def partial_words(result: AnalyzeResult) -> str:
-    """How many samples were looked at; empty for all."""
-    manifest, looked_at = result.manifest, f"{len(result.samples):,}"
-    if manifest.limit is None:
-        return ""
-    in_dataset = manifest.counts.in_dataset
-    drawn = "" if manifest.sampled_by is None else ", drawn at random,"
-    return (
-        f"{looked_at} of {in_dataset:,} samples{drawn}"
-        if isinstance(in_dataset, int)
-        else f"{looked_at} samples"
-    )
 
 
 def input_cards(result: AnalyzeResult) -> list[tuple[dict[Any, Any], dict[str, str | None]]]:

@@ -28,6 +28,7 @@ from psgrad.reports.words import (
     words_of,
 )
 from psgrad.run.results.manifest import RunManifest
+from psgrad.wording import correlation
 
 if TYPE_CHECKING:
     import jinja2
@@ -61,6 +62,7 @@ def _templates() -> jinja2.Environment:
         "about": lambda value: brief(str(value), ABOUT_LIMIT),
         "brief": lambda value, limit: brief(str(value), limit),
         "cell": cell,
+        "correlation": correlation,
         "counted": count,
         "fact": lambda value: brief(str(value), FACT_LIMIT),
         "flat": lambda facts: flat_words(facts, ABOUT_LIMIT)[:MAX_NUMBERS],
