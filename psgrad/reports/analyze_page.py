@@ -7,8 +7,10 @@ Its one script sorts and filters tables; all that it says can be read without it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
+
+import pandas as pd
 
 from psgrad.reports.analyze_plots import draw_plots
 from psgrad.reports.analyze_tables import (
@@ -26,7 +28,7 @@ from psgrad.reports.measure_plots import measure_plots
 from psgrad.reports.measures import MAX_MEASURES, measure_sections
 from psgrad.reports.page import about_run, render_template, title_of
 from psgrad.reports.pictures import shown_input
-from psgrad.reports.words import group_words, identifier, label
+from psgrad.reports.words import group_words
 from psgrad.run.results import RULES, AnalyzeResult, disagrees, has_classes, top_samples
 from psgrad.run.results.manifest import UNKNOWN_UNIT
 from psgrad.wording import prefix_note
@@ -82,14 +84,12 @@ def render(
         plots={plot.name: plot for plot in plots},
         samples=sample_table(result),
         issues=[] if result.issue_summary is None else result.issue_summary.to_dict("records"),
-        twins=twins(result),
+        twins=twins(result.issues),
         cards=cards,
         names=names,
         values=values_table(result),
         attribution=attribution_cards(result),
-        by_class=[
-            (label(target, names), row) for target, row in by_class.head(MAX_CLASSES).to_dict("index").items()
-        ],
+        by_class=by_class.head(MAX_CLASSES).to_dict("index"),
         classes=len(by_class),
         parameters=parameters,
         all_parameters=len(result.parameters),
@@ -118,21 +118,15 @@ def found_samples(result: AnalyzeResult) -> dict[str, int | None]:
     }
 
 
-def twins(result: AnalyzeResult) -> list[tuple[int, str, str]]:
-    """(set, id, label) of near duplicates with different labels, set by set, the first MAX_TWINS."""
-    found, name = result.issues, "near_duplicate_labels_differ"
-    if found is None or name not in found:
+def twins(issues: pd.DataFrame | None) -> list[dict[Hashable, Any]]:
+    """Near duplicates with different labels, set by set, the first MAX_TWINS."""
+    if issues is None or "near_duplicate_labels_differ" not in issues:
         return []
-    rows = found[found[name]].sort_values("near_duplicate_set", kind="stable").head(MAX_TWINS)
-    return [
-        (int(number), identifier(each), label(given, result.class_names))
-        for number, each, given in zip(
-            rows["near_duplicate_set"], rows["id"], rows["given_label"], strict=True
-        )
-    ]
+    differ = issues[issues["near_duplicate_labels_differ"]]
+    return differ.sort_values("near_duplicate_set", kind="stable").head(MAX_TWINS).to_dict("records")
 
 
-def input_cards(result: AnalyzeResult) -> list[tuple[dict[Any, Any], dict[str, str | None]]]:
+def input_cards(result: AnalyzeResult) -> list[tuple[dict[Hashable, Any], dict[str, str | None]]]:
     """The samples of the first ranks whose inputs are pictures or texts: (its row, its input)."""
     rows = top_samples(result.samples, max(len(result.top_inputs), MAX_PICTURES))
     known = {row["id"]: row for row in rows.assign(differs=disagrees(rows)).to_dict("records")}
