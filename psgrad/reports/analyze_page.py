@@ -74,7 +74,7 @@ def render(
         labels="" if labels is None else label_words(labels, names),
         label_warning="" if labels is None else label_warning(labels, names),
         judged=judged,
-        found=found_samples(result),
+        wrong=wrong_predictions(samples),
         nonfinite=nonfinite_ids(samples),
         groups=[(group_words(name, by, names), about) for name, about in groups[:MAX_GROUPS]],
         check=check,
@@ -100,22 +100,14 @@ def render(
     )
 
 
-def found_samples(result: AnalyzeResult) -> dict[str, int | None]:
-    """How many finite samples there are and are listed, and for how many the prediction differs from the
-    label (None without classes); gradients of zero, and samples without a rank.
+def wrong_predictions(samples: pd.DataFrame) -> tuple[int, int] | None:
+    """For how many of the finite samples, and of those of them that are listed, the prediction differs from
+    the label; None without classes.
     """
-    samples = result.samples
-    finite = samples[(samples["status"] == "ok").to_numpy()]
-    listed = finite["is_outlier_issue"].to_numpy(bool)
-    wrong = disagrees(finite).to_numpy(bool) if has_classes(samples) and "prediction" in samples else None
-    return {
-        "finite": len(finite),
-        "listed": int(listed.sum()),
-        "wrong": None if wrong is None else int(wrong.sum()),
-        "wrong_listed": None if wrong is None else int((wrong & listed).sum()),
-        "zero": int((finite["grad_norm"] == 0).sum()),
-        "skipped": int((samples["status"] == "skipped").sum()),
-    }
+    if not has_classes(samples) or "prediction" not in samples:
+        return None
+    wrong = disagrees(samples) & (samples["status"] == "ok")
+    return int(wrong.sum()), int((wrong & samples["is_outlier_issue"]).sum())
 
 
 def twins(issues: pd.DataFrame | None) -> list[dict[Hashable, Any]]:
