@@ -90,7 +90,6 @@ def render(report: DPReport, figure: bytes | None) -> str:
         report=report,
         step=report.step,
         facts=facts(report),
-        assumptions=assumption_table(report),
         guarantee=guarantee(report.step),
         figure=None if figure is None else data_uri("image/png", figure),
         sampling=sampling_words(report.step),
