@@ -32,11 +32,7 @@ def test_rows_are_the_same_read_in_any_parts(tmp_path: Path) -> None:
     for part, places in ((samples.take(rows), rows), (samples.read(BLOCK - 2, BLOCK + 2), None)):
         expected = whole.at(np.arange(BLOCK - 2, BLOCK + 2) if places is None else places)
         assert all(torch.equal(a, b) for a, b in zip(part.inputs, expected.inputs, strict=True))
-        assert part.target is not None
-        assert expected.target is not None
         assert torch.equal(part.target, expected.target)
-        assert part.lengths is not None
-        assert expected.lengths is not None
         assert torch.equal(part.lengths, expected.lengths)
     assert torch.equal(made(tmp_path).take(rows).inputs[0], whole.at(rows).inputs[0])  # without whole blocks
 

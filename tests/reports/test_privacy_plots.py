@@ -42,7 +42,6 @@ def test_the_public_figure_says_what_its_epsilon_means() -> None:
         " 0.0712"
     )
     legend = axes.get_legend()
-    assert legend is not None
     words = [text.get_text() for text in legend.get_texts()]
     ends = ["after 120 steps: 1.101 (PLD)", "after 120 steps: 1.235 (RDP)"]
     assert words == ["planned (RDP)", "taken (RDP)", *ends, "target 3"]
