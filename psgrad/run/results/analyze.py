@@ -131,7 +131,7 @@ class AnalyzeResult(ShortRepr):
     def _repr_html_(self) -> str:
         """In a notebook: the gate's verdict, and the samples of the first ranks."""
         found, outcomes = self.samples, () if self.check is None else self.check.outcomes
-        listed = f"{int(found['is_outlier_issue'].sum()):,}"
+        listed = f"{self.manifest.judged.listed:,}"
         what = "unlike the reference" if self.manifest.judged.referenced else "in the review list"
         lines = [f"{len(found):,} samples, {listed} {what}; {self.folder}"]
         if self.manifest.partial:
