@@ -100,7 +100,7 @@ def measured(recipe: Recipe, noise: float) -> dict[str, Any]:
         name: lds_mean(torch.cat([block.scores for block in fit.scores(asked)]).numpy(), subsets, outcomes)
         for name, fit in fits.items()
     }
-    name = f"{chosen.facts['relative_damping']:.3g}"
+    name = f"{chosen.facts.relative_damping:.3g}"
     return {
         "lds": scores,
         "agreement": dict(zip(fits, agreements(fits.values(), decay), strict=True)),

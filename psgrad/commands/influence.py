@@ -192,7 +192,11 @@ def scored(
 def result_of(found: Scored, run: AnyRun, warnings: Warnings) -> InfluenceResult:
     """The result of a run: all but what a check of removals adds."""
     setup, queries, training, pairs = found.setup, found.queries, found.training, found.scores.pairs
-    fit, unit, size = [each.facts for each in found.fitted], unit_of(setup, found.fitted), run.processes.size
+    fit, unit, size = (
+        [each.facts.content() for each in found.fitted],
+        unit_of(setup, found.fitted),
+        run.processes.size,
+    )
     before, larger_is_worse = run.manifest.influence.queries, setup.measurement.sign > 0
     facts = run.add(
         influence=replace(described(setup), queries=before, unit=unit, fit=fit, warnings=warnings.messages),

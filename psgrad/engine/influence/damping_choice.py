@@ -47,7 +47,7 @@ def with_chosen_damping(fitted: DenseSolve, default: float) -> DenseSolve:
     """
     why_not = _why_untried(fitted.training)
     if why_not is not None:
-        fitted.facts["damping_because"] = f"the default, untried: {why_not}"
+        fitted.said = replace(fitted.said, damping_because=f"the default, untried: {why_not}")
         return fitted
     trial, found, tried = _Trial(fitted.training, fitted.weight_decay), dict[str, float](), fitted
     for multiple in _TRIED:
@@ -69,7 +69,9 @@ def agreements(fits: Iterable[Preconditioned], weight_decay: float) -> list[floa
 
 
 def _reported(fitted: DenseSolve, relative: float, found: dict[str, float], because: str) -> DenseSolve:
-    fitted.facts |= {"relative_damping": relative, "damping_agreement": found, "damping_because": because}
+    fitted.said = replace(
+        fitted.said, relative_damping=relative, damping_agreement=found, damping_because=because
+    )
     return fitted
 
 
