@@ -67,7 +67,7 @@ def test_damping_choice_far_from_minimum_is_larger() -> None:
 def test_damping_choice_agreement_equals_autograd() -> None:
     """Predicted and actual changes by torch.func, with the same rows and parts."""
     training = untrained()
-    trial = damping_choice._Trial(training, 0.01)
+    trial = damping_choice.RemovalTrial(training, 0.01)
     fitted = Influence(relative_damping=3.0, weight_decay=0.01).fit(training, Checkpoint()).solver()
     assert fitted is not None
     model, count = training.objective.model, len(training)

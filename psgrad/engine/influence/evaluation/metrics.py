@@ -96,7 +96,7 @@ def lds(scores: Mapping[str, Array], subsets: Array, outcomes: Array, main: str)
         name: without_each(_mean_rank_correlation, predicted, truth) for name, predicted in sums.items()
     }
     per_query = {name: spearman(predicted, truth) for name, predicted in sums.items()}
-    means = {name: float(np.nan_to_num(values).mean()) for name, values in per_query.items()}
+    means = {name: _mean(values) for name, values in per_query.items()}
     return {
         name: LDSScore(
             means[name],
