@@ -87,7 +87,7 @@ def influence(
     processes = OneProcess() if processes is None else processes
     run, warnings = Run.open(config.output, processes, progress, overwrite=overwrite), Warnings(progress)
     with run.clock("load"):
-        setup = set_up_influence(config, warnings, progress, processes).watched(run.passes())
+        setup = set_up_influence(config, run, warnings)
         require_tokens(setup)
         index = None if config.influence.index is None else open_index(config, setup.run)
         if index is not None:

@@ -96,7 +96,7 @@ def evaluate_influence(
     say = Warnings(progress, "evaluation")
     with run.clock("load"):
         require_evaluable(config)
-        setup = set_up_influence(config, say, progress, processes)
+        setup = set_up_influence(config, run, say)
     if not processes.leads:
         _evaluated(setup, kind, run, say)
         return None
