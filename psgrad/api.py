@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from psgrad.monitoring.transformers_callback import GradientMonitor as GradientMonitor
     from psgrad.run.results import AnalyzeResult, CheckResult, Progress
     from psgrad.run.results.findings import BaselineChange, Comparison
-    from psgrad.run.results.influence import EvaluationResult, IndexResult, InfluenceResult
+    from psgrad.run.results.influence import IndexResult, InfluenceResult
+    from psgrad.run.results.influence_evaluation import EvaluationResult
     from psgrad.run.results.plan import PlanResult
     from psgrad.run.results.privacy import DPAuditResult, DPPlanResult, DPStepResult
     from psgrad.run.results.privacy_report import BudgetResult, DPReport
