@@ -6,9 +6,9 @@ between files of the repository become links between pages.
 
 from __future__ import annotations
 
-import os
+import posixpath
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -18,12 +18,7 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/*.md", "benchmarks/results/*")
 """Files outside of docs/ that the site has, at the same paths."""
 
-_LINK_WITH_TEXT = re.compile(r"(!?)\[([^]]*)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
-
-
-def _in_repository(source: str) -> str:
-    """The path in the repository of a file of the site."""
-    return source if (ROOT / source).exists() and not (ROOT / "docs" / source).exists() else f"docs/{source}"
+_LINK = re.compile(r"(!?)\[([^]]*)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
@@ -36,20 +31,18 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     """Links as the site has them. Of a link to a file that is no page, such as code, the text stays."""
-    here = page.file.src_uri
-    folder = os.path.dirname(_in_repository(here))
+    here = PurePosixPath(page.file.src_uri).parent
+    in_docs = (ROOT / "docs" / page.file.src_uri).exists()
+    folder = PurePosixPath("docs") / here if in_docs else here
 
     def on_site(match: re.Match[str]) -> str:
         picture, text, target, anchor = match.groups()
-        path = os.path.normpath(os.path.join(folder, target))
+        path = posixpath.normpath(folder / target)
         source = path.removeprefix("docs/")
-        if (ROOT / path).is_dir() and (ROOT / path / "README.md").exists():
-            source = f"{source}/README.md"
-        if files.get_file_from_path(source) is None:
-            return (
-                text if (ROOT / path).exists() else match.group()
-            )  # what is nowhere, the strict build names
-        link = os.path.relpath(source, os.path.dirname(here) or ".")
-        return f"{picture}[{text}]({link}{anchor or ''})"
+        if (ROOT / path / "README.md").exists():
+            source += "/README.md"
+        if files.get_file_from_path(source) is None:  # of what is nowhere, the strict build complains
+            return text if (ROOT / path).exists() else match.group()
+        return f"{picture}[{text}]({posixpath.relpath(source, here)}{anchor or ''})"
 
-    return _LINK_WITH_TEXT.sub(on_site, markdown)
+    return _LINK.sub(on_site, markdown)
