@@ -287,7 +287,7 @@ def gpu() -> str:
     machine = machine_words(stored("gpu-h200")["machine"])
     return (
         f"## On a GPU\n\nNorms of one batch in milliseconds on {machine}. `recorded`: a chunk that is"
-        " replayed as one CUDA graph, which commands do from the fourth chunk of a shape on. Bold: faster than"
-        " psgrad without a recorded chunk.\n\n    python benchmarks/gpu.py\n\n"
+        " replayed as one CUDA graph, which commands do from the fourth chunk of a shape on. Bold: faster"
+        " than psgrad without a recorded chunk.\n\n    python benchmarks/gpu.py\n\n"
         + table(["network", "plain step", "psgrad", "psgrad, recorded", "torch.func"], rows)
     )
