@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -78,7 +78,6 @@ class FitFacts:
 
     def content(self) -> dict[str, Any]:
         """All that there are, by their names, those of the solves beside the others."""
-        solved = [] if self.solved is None else [(self.solved, each) for each in fields(self.solved)]
-        own = [(self, each) for each in fields(self) if each.name != "solved"]
-        values = {each.name: getattr(of, each.name) for of, each in [*own, *solved]}
+        solved = {} if self.solved is None else vars(self.solved)
+        values = {**vars(self), **solved, "solved": None}
         return {name: value for name, value in values.items() if value is not None}
