@@ -20,7 +20,12 @@ from psgrad.engine.execution.buckets import SumOverSamples
 from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
-from psgrad.engine.execution.output_rows import OutputRows, gauss_newton_rows, gauss_newton_trace, outputs_alike
+from psgrad.engine.execution.output_rows import (
+    OutputRows,
+    gauss_newton_rows,
+    gauss_newton_trace,
+    outputs_alike,
+)
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Flat, Vectors
 from psgrad.engine.gradients.terms import block_bytes

@@ -86,9 +86,7 @@ def hutchinson_trace(
 
 @dataclass(frozen=True)
 class Extremes:
-    """The extreme eigenvalues of a symmetric matrix, about. bound: there is an eigenvalue within this distance
-    of `lowest`.
-    """
+    """The extreme eigenvalues of a symmetric matrix, about; there is one within `bound` of `lowest`."""
 
     lowest: float
     highest: float
