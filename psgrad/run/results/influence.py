@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.run.results import notebook
 from psgrad.run.results.analyze import TopSample, disagrees
 from psgrad.run.results.influence_details import QuestionTables, TokenPair
 from psgrad.run.results.manifest import RunManifest
@@ -187,29 +186,6 @@ class InfluenceResult(ShortRepr):
     larger_is_worse: bool = True
     questions: QuestionTables = field(default_factory=QuestionTables)
     tokens: list[TokenPair] = field(default_factory=list)
-
-    def _repr_html_(self) -> str:
-        """In a notebook: what a score is, and the strongest training examples of the first queries."""
-        size = f"{len(self.training):,} training examples, {len(self.queries):,} queries"
-        lines = [f"{size}; {self.folder}", f"scores of {self.method}, {self.unit}; {SIGN}"]
-        lines += [] if self.check is None else [self.check.words]
-        lines += [f"warning: {each}" for each in self.warnings]
-        headings = ("query", "rank", "helps", "score", "hurts", "score")
-        return notebook.page(lines, headings, self._strongest())
-
-    def _strongest(self) -> list[list[str]]:
-        """The first three ranks of the first three queries, as cells."""
-        asked = self.scores["query_index"].drop_duplicates().head(3)
-        pairs = self.scores[self.scores["query_index"].isin(asked) & self.scores["rank"].between(-3, 3)]
-        sides: dict[tuple[int, int], dict[bool, list[str]]] = {}
-        for row in pairs.to_dict("records"):
-            rows = sides.setdefault((row["query_index"], abs(row["rank"])), {})
-            rows[row["rank"] > 0] = [notebook.cell(row[name]) for name in ("query_id", "train_id", "score")]
-        return [
-            [next(iter(both.values()))[0], str(rank)]
-            + [each for helps in (True, False) for each in both.get(helps, ["", "", ""])[1:]]
-            for (_, rank), both in sides.items()
-        ]
 
 
 def ranked_pairs(
