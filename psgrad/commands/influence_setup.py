@@ -53,7 +53,7 @@ from psgrad.run.identity import digest, flattened
 from psgrad.run.progress import Progress, read_ahead
 from psgrad.run.results import Say
 from psgrad.run.results.influence import SIGN
-from psgrad.run.results.manifest import InfluenceFacts
+from psgrad.run.results.manifest import CheckpointFacts, Coverage, InfluenceFacts, QueryFacts
 from psgrad.run.run import Run
 from psgrad.user_code import describe_failure
 from psgrad.wording import first_of
@@ -345,20 +345,17 @@ def described(setup: InfluenceSetup) -> InfluenceFacts:
         parameters=list(setup.views[0].training.params),
         coverage=coverage(setup.run.model, setup.views[0].training.params),
         checkpoints=[
-            {"path": view.path, "sha256": view.sha256, "learning_rate": view.checkpoint.learning_rate}
-            for view in setup.views
+            CheckpointFacts(view.path, view.sha256, view.checkpoint.learning_rate) for view in setup.views
         ],
-        queries={"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
+        queries=QueryFacts(len(setup.query_rows), setup.query_reader.samples.fingerprint),
     )
 
 
-def coverage(model: nn.Module, covered: Collection[str]) -> dict[str, Any]:
-    """How many numbers the parameters of a model have, how many of these scores are about, and the names of
-    the parameters that are left out.
-    """
+def coverage(model: nn.Module, covered: Collection[str]) -> Coverage:
+    """How much of a model the scores are about."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return {
-        "parameters": sum(sizes.values()),
-        "covered": sum(size for name, size in sizes.items() if name in covered),
-        "left_out": [name for name in sizes if name not in covered],
-    }
+    return Coverage(
+        sum(sizes.values()),
+        sum(size for name, size in sizes.items() if name in covered),
+        [name for name in sizes if name not in covered],
+    )
