@@ -91,10 +91,10 @@ class CheckpointView:
 class InfluenceSetup:
     """What an influence run is made of.
 
-    run: model, loss and training data, at the first checkpoint. asked_rows: the rows of `query_reader` that
-    the config asks about. query_rows: [m], those of them that have scores. training_rows: [n], those of the
-    training data that are ranked. groups: [rows of the training data], the group of each, where the config
-    names a column. contrasts: pairs of rows of `query_reader`.
+    run: model, loss and training data, at the first checkpoint. requested_rows: the rows of `query_reader`
+    that the config asks about. query_rows: [m], those of them that have scores. training_rows: [n], those of
+    the training data that are ranked. groups: [rows of the training data], the group of each, where the
+    config names a column. contrasts: pairs of rows of `query_reader`.
     """
 
     run: Setup
@@ -102,7 +102,7 @@ class InfluenceSetup:
     measurement: Measurement
     views: list[CheckpointView]
     query_reader: CheckedReader
-    asked_rows: np.ndarray
+    requested_rows: np.ndarray
     query_rows: np.ndarray
     training_rows: np.ndarray
     groups: np.ndarray | None = None
