@@ -18,7 +18,7 @@ from psgrad.commands.influence_scores import (
     marked_beyond_loss,
     of_all,
     rank,
-    require_room,
+    require_memory,
 )
 from psgrad.commands.influence_setup import (
     InfluenceSetup,
@@ -131,7 +131,7 @@ class Scored:
 
     setup: without the rows that have no score. queries, training: the tables of the result. scores: their
     `pairs` marked where they predict too much. fitted: the method at each checkpoint, and own [n] the
-    self-influences, for the check of removals.
+    self-influences, for the check of removals. facts: of each fit.
     """
 
     setup: InfluenceSetup
@@ -141,6 +141,7 @@ class Scored:
     questions: QuestionTables
     tokens: list[TokenPair]
     fitted: Sequence[Fitted]
+    facts: list[dict[str, Any]]
     own: np.ndarray | None
 
 
@@ -152,7 +153,7 @@ def scored(
     with clock("screening"):
         stored = None if index is None else stored_row_norms(index)
         setup, screening = without_nonfinite(setup, warnings, stored)
-    require_room(setup, matrix)
+    require_memory(setup, matrix)
     with errors_of_own_method(wanted.method.name):
         with clock("weight decay"):
             setup = with_weight_decay(setup, screening.training.norms[screening.kept], warnings)
@@ -170,6 +171,7 @@ def scored(
             tokens = token_pairs(setup, fitted, scores.pairs, shown)
         with clock("self-influence"):
             own = self_influence(setup, fitted, warnings)
+        facts = [each.facts.content() for each in fitted]
     if described(setup).predicts_removal:
         known = queries[queries["status"] == "ok"].set_index("index")["measurement"]
         scores = replace(scores, pairs=marked_beyond_loss(setup, scores.pairs, known, warnings))
@@ -185,6 +187,7 @@ def scored(
         questions,
         tokens,
         fitted,
+        facts,
         own,
     )
 
@@ -192,11 +195,7 @@ def scored(
 def result_of(found: Scored, run: AnyRun, warnings: Warnings) -> InfluenceResult:
     """The result of a run: all but what a check of removals adds."""
     setup, queries, training, pairs = found.setup, found.queries, found.training, found.scores.pairs
-    fit, unit, size = (
-        [each.facts.content() for each in found.fitted],
-        unit_of(setup, found.fitted),
-        run.processes.size,
-    )
+    fit, unit, size = found.facts, unit_of(setup, found.fitted), run.processes.size
     before, larger_is_worse = run.manifest.influence.queries, setup.measurement.sign > 0
     facts = run.add(
         influence=replace(described(setup), queries=before, unit=unit, fit=fit, warnings=warnings.messages),
@@ -271,7 +270,7 @@ def query_table(
     """One row for each query, excluded ones too; see QUERY_COLUMNS. scores: once there are some; queries that
     have no proponent and no opponent are then named.
     """
-    reader, rows = setup.query_reader, setup.asked_rows
+    reader, rows = setup.query_reader, setup.requested_rows
     targets = reader.targets_at(rows)
     columns: dict[str, Any] = {
         "id": reader.samples.ids[rows],

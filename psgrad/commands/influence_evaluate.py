@@ -129,7 +129,7 @@ def evaluate_influence(
 
 def _evaluated(
     setup: InfluenceSetup, kind: EvaluationKind, run: Run[Processes], say: Warnings
-) -> tuple[Evaluation, Found]:
+) -> tuple[Evaluation, EvaluationScores]:
     """What all processes compute together: the evaluation, and what it found."""
     with run.clock("screening"):
         setup, _ = without_nonfinite(setup, say)
@@ -166,7 +166,7 @@ Score = LDSScore | LOOScore | RemovalScore
 
 
 @dataclass(frozen=True)
-class Found:
+class EvaluationScores:
     """What an evaluation found.
 
     scores: of each method and control (of removal, for each number of removed examples), in the order of the
@@ -180,7 +180,7 @@ class Found:
     points: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
-def evaluate_lds(evaluation: Evaluation) -> Found:
+def evaluate_lds(evaluation: Evaluation) -> EvaluationScores:
     """Linear datamodeling scores over retrained subsets."""
     wanted, asked, n = evaluation.wanted, evaluation.asked, len(evaluation.training)
     if not 0 < round(wanted.fraction * n) < n:
@@ -205,10 +205,10 @@ def evaluate_lds(evaluation: Evaluation) -> Found:
         fraction=wanted.fraction,
     )
     found = list(lds(scores, subsets, truth, evaluation.main).items())
-    return Found(found, names, asked, with_ceiling(retrained, truth))
+    return EvaluationScores(found, names, asked, with_ceiling(retrained, truth))
 
 
-def evaluate_loo(evaluation: Evaluation) -> Found:
+def evaluate_loo(evaluation: Evaluation) -> EvaluationScores:
     """Leave-one-out rises by retraining."""
     wanted, setup, n = evaluation.wanted, evaluation.setup, len(evaluation.training)
     if n < _FEWEST:
@@ -240,7 +240,7 @@ def evaluate_loo(evaluation: Evaluation) -> Found:
         highest=min(highest, len(removed)),
     )
     found = list(leave_one_out(scores, removed, actual).items())
-    return Found(found, names, asked, with_ceiling(retrained, rises), points)
+    return EvaluationScores(found, names, asked, with_ceiling(retrained, rises), points)
 
 
 def _own_influence(evaluation: Evaluation, fits: Fits) -> Array:
@@ -257,7 +257,7 @@ def _own_influence(evaluation: Evaluation, fits: Fits) -> Array:
     return own_controls(evaluation.training)[NORM]
 
 
-def evaluate_removal(evaluation: Evaluation) -> Found:
+def evaluate_removal(evaluation: Evaluation) -> EvaluationScores:
     """Rises of queries whose strongest proponents are left out."""
     wanted, n = evaluation.wanted, len(evaluation.training)
     if max(wanted.ks) >= n:
@@ -289,10 +289,10 @@ def evaluate_removal(evaluation: Evaluation) -> Found:
     }
     curves = removal(rises, evaluation.main)
     found = [(name, score) for name, curve in curves.items() for score in curve.values()]
-    return Found(found, names, asked, Retrained(count, evaluation.seeds, models))
+    return EvaluationScores(found, names, asked, Retrained(count, evaluation.seeds, models))
 
 
-EVALUATIONS: dict[EvaluationKind, Callable[[Evaluation], Found]] = {
+EVALUATIONS: dict[EvaluationKind, Callable[[Evaluation], EvaluationScores]] = {
     "lds": evaluate_lds,
     "loo": evaluate_loo,
     "removal": evaluate_removal,
@@ -329,7 +329,7 @@ def with_ceiling(retrained: Retrained, outcomes: Array) -> Retrained:
     return replace(retrained, ceiling=found.best, single_seed=found.single, reliability=found.reliability)
 
 
-def table_of(kind: EvaluationKind, found: Found) -> pd.DataFrame:
+def table_of(kind: EvaluationKind, found: EvaluationScores) -> pd.DataFrame:
     """See EvaluationResult.table."""
     rows = [
         {"method": name, "control": name in found.controls, **columns_of(score)}
@@ -353,7 +353,7 @@ def columns_of(score: Score) -> dict[str, float]:
     return columns
 
 
-def details_of(found: Found, query_ids: Array) -> pd.DataFrame:
+def details_of(found: EvaluationScores, query_ids: Array) -> pd.DataFrame:
     """One row for each score and query."""
     parts = []
     for name, score in found.scores:

@@ -55,7 +55,7 @@ class Scores:
     agreement: Array
 
 
-def require_room(setup: InfluenceSetup, matrix: bool) -> None:
+def require_memory(setup: InfluenceSetup, matrix: bool) -> None:
     """Raises InfluenceError where all scores are to be kept and do not fit in memory. matrix: whether they
     are to become a file.
     """

@@ -53,7 +53,7 @@ from psgrad.run.identity import digest, flattened
 from psgrad.run.progress import Progress, read_ahead
 from psgrad.run.results import Say
 from psgrad.run.results.influence import SIGN
-from psgrad.run.results.manifest import InfluenceFacts
+from psgrad.run.results.manifest import CheckpointFacts, Coverage, InfluenceFacts, QueryFacts
 from psgrad.run.run import Run
 from psgrad.user_code import describe_failure
 from psgrad.wording import first_of
@@ -91,10 +91,10 @@ class CheckpointView:
 class InfluenceSetup:
     """What an influence run is made of.
 
-    run: model, loss and training data, at the first checkpoint. asked_rows: the rows of `query_reader` that
-    the config asks about. query_rows: [m], those of them that have scores. training_rows: [n], those of the
-    training data that are ranked. groups: [rows of the training data], the group of each, where the config
-    names a column. contrasts: pairs of rows of `query_reader`.
+    run: model, loss and training data, at the first checkpoint. requested_rows: the rows of `query_reader`
+    that the config asks about. query_rows: [m], those of them that have scores. training_rows: [n], those of
+    the training data that are ranked. groups: [rows of the training data], the group of each, where the
+    config names a column. contrasts: pairs of rows of `query_reader`.
     """
 
     run: Setup
@@ -102,7 +102,7 @@ class InfluenceSetup:
     measurement: Measurement
     views: list[CheckpointView]
     query_reader: CheckedReader
-    asked_rows: np.ndarray
+    requested_rows: np.ndarray
     query_rows: np.ndarray
     training_rows: np.ndarray
     groups: np.ndarray | None = None
@@ -345,20 +345,17 @@ def described(setup: InfluenceSetup) -> InfluenceFacts:
         parameters=list(setup.views[0].training.params),
         coverage=coverage(setup.run.model, setup.views[0].training.params),
         checkpoints=[
-            {"path": view.path, "sha256": view.sha256, "learning_rate": view.checkpoint.learning_rate}
-            for view in setup.views
+            CheckpointFacts(view.path, view.sha256, view.checkpoint.learning_rate) for view in setup.views
         ],
-        queries={"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
+        queries=QueryFacts(len(setup.query_rows), setup.query_reader.samples.fingerprint),
     )
 
 
-def coverage(model: nn.Module, covered: Collection[str]) -> dict[str, Any]:
-    """How many numbers the parameters of a model have, how many of these scores are about, and the names of
-    the parameters that are left out.
-    """
+def coverage(model: nn.Module, covered: Collection[str]) -> Coverage:
+    """How much of a model the scores are about."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return {
-        "parameters": sum(sizes.values()),
-        "covered": sum(size for name, size in sizes.items() if name in covered),
-        "left_out": [name for name in sizes if name not in covered],
-    }
+    return Coverage(
+        sum(sizes.values()),
+        sum(size for name, size in sizes.items() if name in covered),
+        [name for name in sizes if name not in covered],
+    )

@@ -103,7 +103,7 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
         tokens=list(token_pairs(result)),
         plots=plots,
         own=self_influences(result),
-        left_out=listed_names(manifest.influence.coverage.get("left_out", []), MAX_NAMED),
+        left_out=listed_names(manifest.influence.coverage.left_out, MAX_NAMED),
         one_checkpoint=len(result.facts) == 1,
     )
 
@@ -236,8 +236,8 @@ MAX_FACTS = 30
 def fit_facts(result: InfluenceResult) -> list[tuple[str, str]]:
     """The method's facts about its fit and the checkpoints."""
     influence = result.manifest.influence
-    rates = [each.get("learning_rate") for each in influence.checkpoints]
-    paths = [str(each.get("path")) for each in influence.checkpoints]
+    rates = [each.learning_rate for each in influence.checkpoints]
+    paths = [str(each.path) for each in influence.checkpoints]
     known = any(rate is not None for rate in rates)
     found: list[tuple[str, Any]] = [
         ("Method", method_words(result.method)),

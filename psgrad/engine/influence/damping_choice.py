@@ -57,15 +57,14 @@ def with_chosen_damping(fitted: DenseSolve, default: float) -> DenseSolve:
         agreement = trial.agreement(tried)
         found[f"{relative:.3g}"] = agreement
         if agreement >= AGREES:
-            return _reported(tried, relative, found, _AGREES)
-    return _reported(fitted, default, found, _NONE_AGREES)
-
-
-def _reported(fitted: DenseSolve, relative: float, found: dict[str, float], because: str) -> DenseSolve:
-    fitted.said = replace(
-        fitted.said, relative_damping=relative, damping_agreement=found, damping_because=because
+            because = _AGREES
+            break
+    else:
+        tried, relative, because = fitted, default, _NONE_AGREES
+    tried.said = replace(
+        tried.said, relative_damping=relative, damping_agreement=found, damping_because=because
     )
-    return fitted
+    return tried
 
 
 _CHANGES = "removals change other rows as predicted (a correlation of at least"

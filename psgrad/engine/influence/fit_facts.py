@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
 class SolveFacts:
-    """How conjugate gradients went.
-
-    iterations: at most for one right-hand side. products: with one vector. relative_residual_max, _median: at
-    the end. unconverged: right-hand sides above the tolerance. ritz_min, ritz_max: the matrix's extreme
-    eigenvalues, about, where they were estimated.
+    """How conjugate gradients went. products: with one vector. unconverged: right-hand sides above the
+    tolerance. ritz_min, ritz_max: the matrix's extreme eigenvalues, about, where they were estimated.
     """
 
     iterations: int
@@ -42,10 +39,9 @@ class SolveFacts:
 class FitFacts:
     """Plain values; None where a method has none. A method of one's own may add fields in a subclass.
 
-    damping, mean_eigenvalue: of the curvature, or of each of its blocks. relative_damping, damping_agreement:
-    the damping that was chosen, in mean eigenvalues, and the correlation with each that was tried. condition:
-    of what is inverted. rows: of a curvature that is a sum over them. products_by: where products with the
-    curvature come from. solved: once there are scores. columns: of projected rows.
+    damping, mean_eigenvalue: of the curvature, or of each of its blocks. relative_damping: the one that was
+    chosen, in mean eigenvalues. damping_agreement: the correlation with each that was tried. condition: of
+    what is inverted. rows: of the curvature. solved: once there are scores. columns: of projected rows.
     """
 
     curvature: str | None = None
@@ -78,7 +74,6 @@ class FitFacts:
 
     def content(self) -> dict[str, Any]:
         """All that there are, by their names, those of the solves beside the others."""
-        solved = [] if self.solved is None else [(self.solved, each) for each in fields(self.solved)]
-        own = [(self, each) for each in fields(self) if each.name != "solved"]
-        values = {each.name: getattr(of, each.name) for of, each in [*own, *solved]}
+        solved = {} if self.solved is None else vars(self.solved)
+        values = {**vars(self), **solved, "solved": None}
         return {name: value for name, value in values.items() if value is not None}

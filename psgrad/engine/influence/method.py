@@ -107,10 +107,6 @@ class Method(ABC):
         """
         return type(self).across is not Method.across
 
-    def across_self(self, scores: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Self-influence [n] of that of several checkpoints."""
-        return self.across([ScoreBlock(0, len(own), own.unsqueeze(1)) for own in scores]).squeeze(1)
-
 
 class Fitted(ABC):
     """A method fitted to a training set at one checkpoint.

@@ -89,14 +89,8 @@ class Members:
         shapes = [
             {name: tuple(value.shape) for name, value in model.state_dict().items()} for model in models
         ]
-        odd = next(
-            (
-                number
-                for number, shape in enumerate(shapes)
-                if shape != shapes[0] or type(models[number]) is not type(models[0])
-            ),
-            None,
-        )
+        kinds = [(type(model), shape) for model, shape in zip(models, shapes, strict=True)]
+        odd = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), None)
         if odd is not None:
             raise ModelError(
                 f"the retrained model number {odd} has other weights than number 0",

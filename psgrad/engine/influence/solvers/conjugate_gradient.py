@@ -93,7 +93,6 @@ def conjugate_gradient(
     tolerance: float = 1e-6,
     iterations: int = 200,
     preconditioner: Nystroem | None = None,
-    block: int | None = None,
     room: Callable[[], int] | None = None,
     spectrum: bool = True,
     say: Callable[[str], None] = lambda _: None,
@@ -106,8 +105,8 @@ def conjugate_gradient(
         tolerance: of |b - A x| / |b|, for every right-hand side, computed anew from x at the end.
         iterations: at most, for each block of right-hand sides.
         preconditioner: P, near A; None for none.
-        block: the number of right-hand sides at a time; None for as many as fit in memory. room: the bytes
-            that are free, the same on all processes that solve together; None for those of this one.
+        room: the bytes that are free, the same on all processes that solve together; None for those of this
+            one. As many right-hand sides as fit are solved at a time.
         spectrum: whether A's extreme eigenvalues are estimated first, for some tens of products with one
             vector.
         say: called with a message if the tolerance is not reached.
@@ -122,13 +121,13 @@ def conjugate_gradient(
     rhs = rhs.double()
     assert_finite(rhs)
     run = _BlockSolver(apply, tolerance, iterations, preconditioner)
-    ritz = extremes(apply, random_block(1, rhs.shape[1], seed=0, device=rhs.device)[0]) if spectrum else None
-    if ritz is not None and float(ritz.values[0]) < -ROUNDING * float(ritz.values[-1].abs()):
-        raise negative_curvature(ritz)
-    if ritz is not None:
-        assert_invertible(float(ritz.values[0]), float(ritz.values[-1]), rhs.shape[1])
-    free = 0 if block else room() if room is not None else free_memory(rhs.device)
-    size = block or max(1, min(len(rhs), free // (_SHARE * _ALIVE * 8 * rhs.shape[1])))
+    ends = extremes(apply, random_block(1, rhs.shape[1], seed=0, device=rhs.device)[0]) if spectrum else None
+    if ends is not None and ends.lowest < -ROUNDING * abs(ends.highest):
+        raise negative_curvature(ends)
+    if ends is not None:
+        assert_invertible(ends.lowest, ends.highest, rhs.shape[1])
+    free = room() if room is not None else free_memory(rhs.device)
+    size = max(1, min(len(rhs), free // (_SHARE * _ALIVE * 8 * rhs.shape[1])))
     x = torch.cat([run.solve(part) for part in rhs.split(size)]) if len(rhs) else rhs.clone()
     residuals = torch.cat(run.residuals) if run.residuals else rhs.new_zeros(1)
     unconverged = int((residuals > tolerance).sum())
@@ -140,8 +139,8 @@ def conjugate_gradient(
         converged=unconverged == 0,
         unconverged=unconverged,
         preconditioner="nystroem" if preconditioner is not None else "none",
-        ritz_min=None if ritz is None else float(ritz.values[0]),
-        ritz_max=None if ritz is None else float(ritz.values[-1]),
+        ritz_min=None if ends is None else ends.lowest,
+        ritz_max=None if ends is None else ends.highest,
     )
     if unconverged:
         say(
