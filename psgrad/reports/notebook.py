@@ -8,11 +8,8 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property, partial
-from numbers import Integral, Real
 from typing import Any, Self
 
-import numpy as np
-import pandas as pd
 from matplotlib.figure import Figure
 
 from psgrad.reports.analyze_plots import draw_plots
@@ -20,13 +17,11 @@ from psgrad.reports.figures import Plot
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.measure_plots import measure_plots
 from psgrad.reports.pictures import picture_uri, shown_text
+from psgrad.reports.words import identifier, label, printable
 from psgrad.run.results import AnalyzeResult, TopSample, top_samples
 from psgrad.run.results.influence import SIGN, InfluenceResult
-from psgrad.wording import printable, shorten_middle
 
 ROWS = 10
-LETTERS = 60
-MISSING = "–"
 SIDE = 48  # pixels of a picture
 
 _COLUMNS = ("rank", "id", "target", "prediction", "loss", "grad_norm", "reasons")
@@ -64,7 +59,7 @@ class AnalyzeRun(AnalyzeResult):
     def _repr_html_(self) -> str:
         """The gate's verdict, and the samples of the first ranks."""
         found, outcomes = self.samples, () if self.check is None else self.check.outcomes
-        listed = f"{int(found['is_outlier_issue'].sum()):,}"
+        listed = f"{self.manifest.judged.listed:,}"
         what = "unlike the reference" if self.manifest.judged.referenced else "in the review list"
         lines = [f"{len(found):,} samples, {listed} {what}; {self.folder}"]
         if self.manifest.partial:
@@ -135,18 +130,8 @@ def _with_picture(name: Any, inputs: Mapping[int, TopSample], row: int) -> str:
 
 
 def cell(value: Any, names: Sequence[str] | None = None) -> str:
-    """A value as text of HTML: numbers with four digits, a class by its name, long texts cut."""
-    if np.ndim(value) == 0 and pd.isna(value):
-        return MISSING
-    if isinstance(value, Real) and not isinstance(value, bool) and float(value).is_integer():
-        place = int(float(value))
-        if names and 0 <= place < len(names):
-            value = names[place]
-        elif isinstance(value, Integral):
-            value = str(place)
-    if isinstance(value, Real) and not isinstance(value, bool):
-        value = f"{float(value):.4g}"
-    return html.escape(shorten_middle(printable(str(value)), LETTERS))
+    """A value as text of HTML: a class by its name, numbers with four digits, a long text cut."""
+    return html.escape(identifier(value) if isinstance(value, str) else label(value, names))
 
 
 def page(lines: Iterable[str], headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

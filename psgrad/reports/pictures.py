@@ -88,10 +88,12 @@ def original_uri(sample: TopSample, side: int) -> str | None:
     return data_uri("image/jpeg", buffer.getvalue())
 
 
-def shown_input(sample: TopSample, side: int) -> dict[str, str | None]:
+def shown_input(sample: TopSample | None, side: int) -> dict[str, str | None]:
     """What a page shows of a sample's input: data URIs of its picture, as the model and as the dataset has
-    it, or a text; and words for readers who can't see it.
+    it, or a text; and words for readers who can't see it. Nothing of an input that was not kept.
     """
+    if sample is None:
+        return dict.fromkeys(("alt", "picture", "original", "text"))
     return {
         "alt": f"Input of sample {identifier(sample.id)}",
         "picture": picture_uri(sample, side),

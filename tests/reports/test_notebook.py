@@ -18,7 +18,8 @@ from PIL import Image
 
 from psgrad.reports.analyze_plots import draw_plots
 from psgrad.reports.influence_plots import draw_influence_plots
-from psgrad.reports.notebook import MISSING, ROWS, AnalyzeRun, InfluenceRun, cell
+from psgrad.reports.notebook import ROWS, AnalyzeRun, InfluenceRun, cell
+from psgrad.reports.words import MISSING
 from psgrad.run.results import AnalyzeResult, CheckResult, GateOutcome, TopSample
 from tests.reports import frames, influence_runs
 
