@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from psgrad.reports.notebook import AnalyzeRun, InfluenceRun
     from psgrad.run.results import CheckResult, Progress
     from psgrad.run.results.findings import BaselineChange, Comparison
-    from psgrad.run.results.influence import EvaluationResult, IndexResult
+    from psgrad.run.results.influence import IndexResult
+    from psgrad.run.results.influence_evaluation import EvaluationResult
     from psgrad.run.results.plan import PlanResult
     from psgrad.run.results.privacy import DPAuditResult, DPPlanResult, DPStepResult
     from psgrad.run.results.privacy_report import BudgetResult, DPReport

@@ -54,6 +54,7 @@ from psgrad.run.progress import Progress, read_ahead
 from psgrad.run.results import Say
 from psgrad.run.results.influence import SIGN
 from psgrad.run.results.manifest import InfluenceFacts
+from psgrad.run.run import Run
 from psgrad.user_code import describe_failure
 from psgrad.wording import first_of
 
@@ -84,15 +85,6 @@ class CheckpointView:
     queries: Examples
     path: str | None
     sha256: str | None
-
-    def queries_at(self, places: slice) -> Examples:
-        """Neighbouring queries, counted from 0."""
-        read, first = self.queries.read, places.start
-        return replace(
-            self.queries,
-            read=lambda start, stop: read(first + start, first + stop),
-            count=places.stop - first,
-        )
 
 
 @dataclass(frozen=True)
@@ -132,18 +124,6 @@ class InfluenceSetup:
         ]
         return replace(self, views=views, query_rows=rows)
 
-    def watched(self, watch: Callable[[int, int], None]) -> InfluenceSetup:
-        """This setup with passes that are watched; see `Examples`."""
-        views = [
-            replace(
-                view,
-                training=replace(view.training, watch=watch),
-                queries=replace(view.queries, watch=watch),
-            )
-            for view in self.views
-        ]
-        return replace(self, views=views)
-
 
 # -- the method ----------------------------------------------------------------------------------------------
 
@@ -177,18 +157,17 @@ def errors_of_own_method(name: str) -> Iterator[None]:
 # -- loading -------------------------------------------------------------------------------------------------
 
 
-def set_up_influence(
-    config: Config, say: Callable[[str], None], progress: Say, processes: Processes
-) -> InfluenceSetup:
-    """Load all that a config names: model, data, queries, method, and each checkpoint. progress: of rows that
-    code makes, which are read now. processes: those that share the passes.
+def set_up_influence(config: Config, command: Run[Any], say: Callable[[str], None]) -> InfluenceSetup:
+    """Load all that a config names: model, data, queries, method, and each checkpoint. command: whose
+    processes share the passes, and which shows how far these have come.
 
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
-    config = completed_for_influence(config, say)
+    config, processes, watch = completed_for_influence(config, say), command.processes, command.passes()
     method = method_from(config.influence.method, config.base)
     run = first_run(config, processes)
-    read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
+    # Before queries are chosen by their ids or losses.
+    read_ahead(run.samples, len(run.samples), command.progress)
     if processes.size > 1:
         section = run.config.model_dump(mode="json")["influence"]
         first = {**identity(run, len(run.samples)), **flattened({"influence": section})}
@@ -203,9 +182,10 @@ def set_up_influence(
         there = run_at(run, number)
         _require_another(views, there)
         checkpoint, options = _checkpoint(there, number, len(rows), say), there.stream_options(say)
-        training = Examples(there.objective, there.reader, len(run.samples), options, processes=processes)
+        shared: dict[str, Any] = {"options": options, "processes": processes, "watch": watch}
+        training = Examples(there.objective, there.reader, len(run.samples), **shared)
         measured = _measured(there, measurement, reader)
-        queries = Examples(measured, chosen_rows(reader, rows), len(rows), options, processes=processes)
+        queries = Examples(measured, chosen_rows(reader, rows), len(rows), **shared)
         path = there.config.model.checkpoint
         name = None if path is None else str(path)
         views.append(CheckpointView(checkpoint, training, queries, name, there.loaded.sha256))

@@ -73,7 +73,7 @@ def review(
         run.say("review", text)
 
     with run.clock("load"):
-        setup = set_up_influence(config, say, progress, run.processes).watched(run.passes())
+        setup = set_up_influence(config, run, say)
         before = read_before(setup, with_source(config, base))
     with run.clock("compare"):
         table = changed_in(before, setup.run.reader, with_ids=config.data.id is not None)

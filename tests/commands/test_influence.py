@@ -524,31 +524,23 @@ def test_scores_beyond_the_loss_of_a_query_are_marked(place: InfluenceWorkplace)
     assert "beyond_loss" not in place.ranked("--overwrite")
 
 
-@pytest.mark.sweep
-def test_self_influence_by_solves_follows_its_predicted_time(
-    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+def test_self_influence_by_a_solve_an_example_is_computed_where_the_config_asks(
+    place: InfluenceWorkplace,
 ) -> None:
-    by_solves = {"name": "influence", "solver": "conjugate_gradient", "relative_damping": 1.0}
-    place.section["method"] = by_solves
     place.section["check"] = "never"
 
-    def run(wanted: str) -> tuple[str, pd.DataFrame]:
-        place.section["self_influence"] = wanted
+    def run(wanted: str, solver: str) -> tuple[str, pd.DataFrame]:
+        changes: dict[str, Any] = {
+            "self_influence": wanted,
+            "method": {"name": "influence", "solver": solver, "relative_damping": 1.0},
+        }
+        place.section.update(changes)
         outcome = place.influence("--overwrite")
         assert outcome.code == 0, outcome.err
         return outcome.err, pd.read_parquet(place.folder / "out" / "self_influence.parquet")
 
-    heard, table = run("auto")  # 24 solves take no time
-    assert "self-influence takes" not in heard
-    own = table["self_influence"]
-    monkeypatch.setattr("psgrad.commands.influence._SELF_SECONDS", 0.0)
-    heard, table = run("auto")
-    assert "self-influence takes a solve for each of the 24 training examples, predicted to take" in heard
-    assert "and is left out; solver: exact or dual" in heard
+    heard, table = run("auto", "conjugate_gradient")
+    assert "self-influence is left out, as it takes a solve for each of 24 training examples" in heard
     assert "self_influence" not in table
-    heard, table = run("always")
-    assert "predicted to take" in heard
-    assert "self_influence: never leaves it out" in heard
-    np.testing.assert_allclose(table["self_influence"], own, rtol=1e-4)
-    place.section["method"] = {**by_solves, "solver": "exact"}
-    np.testing.assert_allclose(run("auto")[1]["self_influence"], own, rtol=1e-4)
+    own = run("always", "conjugate_gradient")[1]["self_influence"]
+    np.testing.assert_allclose(run("auto", "exact")[1]["self_influence"], own, rtol=1e-4)

@@ -105,6 +105,11 @@ class OutlierFacts:
         """Whether samples were compared with trusted ones."""
         return self.decided_by == "reference"
 
+    @property
+    def listed(self) -> int:
+        """How many finite samples are outliers; without a reference, how many are in the review list."""
+        return self.counts.outliers if self.referenced else self.counts.review
+
 
 @dataclass(frozen=True)
 class ModelOrigin:

@@ -107,14 +107,6 @@ class Members:
         state = {name: value.detach() for part in stack_module_state(models) for name, value in part.items()}
         return Members(models[0], state, np.full(len(models), np.nan))
 
-    def member(self, number: int) -> nn.Module:
-        """The model with the weights of one of them put in: the same object each time."""
-        with torch.no_grad():
-            own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-            for name, value in self.state.items():
-                own[name].copy_(value[number])
-        return self.model
-
     def measured(self, rows: LoadedRows, criterion: Criterion) -> np.ndarray[Any, Any]:
         """[K, m] float64: the scalar of (output, target) of each of m rows, by each model."""
         each = vmap(criterion, in_dims=(0, None if rows.target is None else 0))

@@ -96,7 +96,7 @@ def lds(scores: Mapping[str, Array], subsets: Array, outcomes: Array, main: str)
         name: without_each(_mean_rank_correlation, predicted, truth) for name, predicted in sums.items()
     }
     per_query = {name: spearman(predicted, truth) for name, predicted in sums.items()}
-    means = {name: float(np.nan_to_num(values).mean()) for name, values in per_query.items()}
+    means = {name: _mean(values) for name, values in per_query.items()}
     return {
         name: LDSScore(
             means[name],
@@ -235,11 +235,12 @@ class RemovalScore:
     main one).
     """
 
+    removed: int
     rise: float
     interval: Interval
+    per_query: Array = field(repr=False)
     ahead: float | None = None
     ahead_interval: Interval | None = None
-    per_query: Array = field(repr=False, default_factory=lambda: np.empty(0))
 
 
 def strongest(scores: Array, query: int, count: int) -> Array:
@@ -258,10 +259,11 @@ def removal(rises: Mapping[str, Mapping[int, Array]], main: str) -> dict[str, di
         for count, values in curve.items():
             paired = rises[main][count] - values
             result[name][count] = RemovalScore(
+                count,
                 float(values.mean()),
                 mean_interval(values),
+                values,
                 None if name == main else float(paired.mean()),
                 None if name == main else mean_interval(paired),
-                values,
             )
     return result

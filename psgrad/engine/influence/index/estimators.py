@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +14,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, in_turn
 from psgrad.engine.gradients.flat import Flat
 from psgrad.engine.influence.damping import Damping
+from psgrad.engine.influence.fit_facts import FitFacts
 from psgrad.engine.influence.index.index_rows import Differentiated, RowBlock, RowSource
 from psgrad.engine.influence.index.stored_index import StoredRows
 from psgrad.engine.influence.method import Fitted, ScoreBlock, SelfBlock
@@ -28,12 +29,15 @@ class FittedRows(Fitted):
 
     def __init__(self, source: RowSource) -> None:
         self.source = source
-        projection = source.projector.projection
-        self.facts: dict[str, Any] = {
-            "projection": None if projection is None else projection.describe(),
-            "columns": source.projector.width,
-            "projection_noise": source.projector.noise,
-        }
+
+    @property
+    def facts(self) -> FitFacts:
+        projector = self.source.projector
+        return FitFacts(
+            projection=None if projector.projection is None else projector.projection.describe(),
+            columns=projector.width,
+            projection_noise=projector.noise,
+        )
 
     def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
         return self.scores_of(self.projected(queries), queries.processes)
@@ -141,8 +145,12 @@ class ProjectedInverse(FittedRows):
         k, n = len(moment), source.finite
         mean = float(moment.diagonal().sum()) / (n * k)
         lam = Damping(damping, relative_damping).resolve(mean)
-        self.facts |= {"damping": lam, "mean_eigenvalue": mean}
+        self.lam, self.mean_eigenvalue = lam, mean
         self._root = factor_of(moment + torch.eye(k, dtype=torch.float64) * (lam * n), lam, mean, n)
+
+    @property
+    def facts(self) -> FitFacts:
+        return replace(super().facts, damping=self.lam, mean_eigenvalue=self.mean_eigenvalue)
 
     def prepared(self, queries: torch.Tensor) -> torch.Tensor:
         return torch.cholesky_solve(queries.t(), self._root).t()

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from psgrad.engine.free_memory import free_memory
+from psgrad.engine.influence.fit_facts import SolveFacts
 from psgrad.engine.influence.solvers.spectrum import (
     ROUNDING,
     Apply,
@@ -97,7 +97,7 @@ def conjugate_gradient(
     room: Callable[[], int] | None = None,
     spectrum: bool = True,
     say: Callable[[str], None] = lambda _: None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
+) -> tuple[torch.Tensor, SolveFacts]:
     """Solve A x = b for each of k right-hand sides, A symmetric positive definite.
 
     Args:
@@ -112,9 +112,7 @@ def conjugate_gradient(
             vector.
         say: called with a message if the tolerance is not reached.
 
-    Returns x [k, p] float64 and facts: iterations, products (with one vector), relative_residual_max and
-    _median, converged, unconverged (how many right-hand sides), preconditioner, and with `spectrum` ritz_min
-    and ritz_max, A's extreme eigenvalues, about.
+    Returns x [k, p] float64, and how it went.
 
     Raises InfluenceError where A is found to be singular or indefinite, with the damping that would do, and
     where numbers are not finite. O'Leary, "The block conjugate gradient algorithm and related methods"
@@ -134,17 +132,17 @@ def conjugate_gradient(
     x = torch.cat([run.solve(part) for part in rhs.split(size)]) if len(rhs) else rhs.clone()
     residuals = torch.cat(run.residuals) if run.residuals else rhs.new_zeros(1)
     unconverged = int((residuals > tolerance).sum())
-    facts = {
-        "iterations": run.iterations,
-        "products": run.products,
-        "relative_residual_max": float(residuals.max()),
-        "relative_residual_median": float(residuals.median()),
-        "converged": unconverged == 0,
-        "unconverged": unconverged,
-        "preconditioner": "nystroem" if preconditioner is not None else "none",
-    }
-    if ritz is not None:
-        facts |= {"ritz_min": float(ritz.values[0]), "ritz_max": float(ritz.values[-1])}
+    facts = SolveFacts(
+        iterations=run.iterations,
+        products=run.products,
+        relative_residual_max=float(residuals.max()),
+        relative_residual_median=float(residuals.median()),
+        converged=unconverged == 0,
+        unconverged=unconverged,
+        preconditioner="nystroem" if preconditioner is not None else "none",
+        ritz_min=None if ritz is None else float(ritz.values[0]),
+        ritz_max=None if ritz is None else float(ritz.values[-1]),
+    )
     if unconverged:
         say(
             f"conjugate gradients did not converge: after {run.iterations} iterations the relative residual"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,8 +22,7 @@ from psgrad.errors import InfluenceError
 class DenseSolve(Solve):
     """Scores through the Cholesky factor of the damped curvature [p, p].
 
-    facts: besides those of all solvers the ends of the mean curvature's own spectrum and the condition number
-    of what is inverted. Raises InfluenceError where that has no inverse.
+    Raises InfluenceError where that has no inverse.
 
     Args:
         matrix: n C [p, p] float64.
@@ -45,11 +44,12 @@ class DenseSolve(Solve):
         self.matrix = matrix
         self.inverse = Inverse.of(matrix, self.shift, curvature.title, count, ends)
         smallest, largest = self.inverse.smallest, self.inverse.largest
-        self.facts |= {
-            "smallest_eigenvalue": smallest / count,
-            "largest_eigenvalue": largest / count,
-            "condition": (largest + self.shift) / (smallest + self.shift),
-        }
+        self.said = replace(
+            self.said,
+            smallest_eigenvalue=smallest / count,
+            largest_eigenvalue=largest / count,
+            condition=(largest + self.shift) / (smallest + self.shift),
+        )
         if smallest < -1e-8 * largest:
             say(
                 f"the {curvature.title} is indefinite: its smallest eigenvalue is {smallest / count:.3g}, and"
