@@ -91,7 +91,8 @@ class InfluenceRun(InfluenceResult):
 
     def _repr_html_(self) -> str:
         """What a score is, and the strongest training examples of the first queries."""
-        size = f"{len(self.training):,} training examples, {len(self.queries):,} queries"
+        queries = f"{len(self.queries):,} {'query' if len(self.queries) == 1 else 'queries'}"
+        size = f"{len(self.training):,} training examples, {queries}"
         lines = [f"{size}; {self.folder}", f"scores of {self.method}, {self.unit}; {SIGN}"]
         lines += [] if self.check is None else [self.check.words]
         lines += [f"warning: {each}" for each in self.warnings]
@@ -100,8 +101,10 @@ class InfluenceRun(InfluenceResult):
 
     def _strongest(self) -> list[list[str]]:
         """The first three ranks of the first three queries, as cells."""
-        asked = self.scores["query_index"].drop_duplicates().head(3)
-        pairs = self.scores[self.scores["query_index"].isin(asked) & self.scores["rank"].between(-3, 3)]
+        # All queries together are the one, where there is one.
+        scores = self.scores[self.scores["query_index"] >= 0] if len(self.queries) == 1 else self.scores
+        asked = scores["query_index"].drop_duplicates().head(3)
+        pairs = scores[scores["query_index"].isin(asked) & scores["rank"].between(-3, 3)]
         sides: dict[tuple[int, int], dict[bool, list[str]]] = {}
         for row in pairs.to_dict("records"):
             rows = sides.setdefault((row["query_index"], abs(row["rank"])), {})

@@ -113,7 +113,7 @@ def test_influence_shows_both_sides_of_the_first_queries() -> None:
 def test_influence_with_one_side_alone_leaves_the_other_empty() -> None:
     one_side = influence_runs.result(n=6, m=1, nonfinite=0, scores=np.ones((1, 6)))
     _, _, rows = table_of(InfluenceRun.of(one_side)._repr_html_())
-    assert rows
+    assert [row[1] for row in rows] == ["1", "2", "3"]  # the query, and not "(all)" as well
     assert all(row[2] and row[4:] == ["", ""] for row in rows)
 
 
