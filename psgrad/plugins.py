@@ -1,4 +1,4 @@
-"""Finds and configures plugins: measures, influence methods and losses.
+"""Finds and configures plugins: measures, influence methods, detectors and losses.
 
 A plugin is a dataclass; its fields are its options. Its name in a config is that of one of psgrad's own or
 that of an entry point of another package (psgrad/config/plugin_names.py), or `module:Class` or
@@ -49,8 +49,11 @@ MEASURES = PluginKind(
 METHODS = PluginKind(
     "method", "methods", "psgrad.engine.influence.method:Method", "influence.method", InfluenceError
 )
+DETECTORS = PluginKind(
+    "detector", "detectors", "psgrad.quality.detector:Detector", "analyze.outliers.detectors", ConfigError
+)
 LOSSES = PluginKind("loss", "losses", "psgrad.data.loss:Loss", "loss", LossError)
-KINDS = (MEASURES, METHODS, LOSSES)
+KINDS = (MEASURES, METHODS, DETECTORS, LOSSES)
 
 
 def configured(kind: PluginKind, name: str, options: Mapping[str, Any], base: Path) -> Any:

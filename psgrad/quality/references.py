@@ -5,7 +5,7 @@ groups are joined.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,11 @@ def _length_classes(values: pd.Series[Any]) -> Labels:
 DIGITS = 16
 
 
+def scored_by(score: str, detectors: Iterable[str]) -> str:
+    """The column of the trusted samples' scores; the norm where a detector's scores are computed anew."""
+    return "grad_norm" if score in {f"{name}_score" for name in detectors} else score
+
+
 @dataclass(frozen=True)
 class Reference:
     """Trusted samples, a row each.
@@ -98,6 +103,7 @@ class Reference:
         scores: [n] float64, NaN where a sample has none.
         labels: [n] text, its group, before small groups are joined.
         fingerprints: [n] text.
+        rows: [n, k], what detectors look at; None where that is not at hand.
         caveats: what a reader of the verdict must know of it.
     """
 
@@ -106,6 +112,7 @@ class Reference:
     scores: Array
     labels: Array
     fingerprints: Array
+    rows: Array | None = None
     caveats: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -125,8 +132,10 @@ class Reference:
         return same
 
 
-def reference_of(samples: pd.DataFrame, score: str, by: str | None, source: str) -> Reference:
-    """The reference from the samples of a run. Raises ConfigError if it lacks the score or the groups."""
+def reference_of(
+    samples: pd.DataFrame, score: str, by: str | None, kind: str, source: str, rows: Array | None = None
+) -> Reference:
+    """The reference from a table of samples. Raises ConfigError if it lacks the score or the groups."""
     if score not in samples:
         raise ConfigError(
             f"the reference {source} has no column {score!r}, by which samples are judged"
@@ -138,7 +147,7 @@ def reference_of(samples: pd.DataFrame, score: str, by: str | None, source: str)
     )
     scores = np.where(finite, samples[score].to_numpy("float64", na_value=np.nan), np.nan)
     prints = samples["fingerprint"].to_numpy(str) if "fingerprint" in samples else np.full(len(samples), "")
-    return Reference("run", source, scores, labels_of(samples, by), prints)
+    return Reference(kind, source, scores, labels_of(samples, by), prints, rows)
 
 
 CLASSES = "classes"

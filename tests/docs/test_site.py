@@ -27,6 +27,7 @@ def test_site_is_built_strictly_and_loads_nothing_from_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("material", reason="the extra docs builds the site")
+    pytest.importorskip("mkdocs_jupyter", reason="the extra docs builds the site")
     pytest.importorskip("mkdocstrings", reason="the extra docs builds the site")
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
@@ -42,6 +43,10 @@ def test_site_is_built_strictly_and_loads_nothing_from_elsewhere(
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    pages = {
+        path.relative_to(ROOT / "docs").as_posix()
+        for path in (ROOT / "docs").rglob("*")
+        if path.suffix in (".md", ".ipynb")
+    }
     left_out = {page for page in pages if f"{page}\n" not in navigation}
     assert {page for page in left_out if not page.startswith("decisions/0")} == set()
