@@ -102,7 +102,7 @@ def flags(judged: pd.DataFrame, trusted: pd.DataFrame) -> Iterator[tuple[str, Ma
     """(rule, whom it flags) of the judged digits."""
     for score in ("grad_norm", "loss"):
         config = AnalyzeConfig.model_validate({"outliers": {"score": score, "fdr": FDR}})
-        reference: Reference = reference_of(trusted, score, None, "data", "trusted digits")
+        reference: Reference = reference_of(trusted, score, None, "trusted digits")
         yield f"conformal, {score}", judge(judged, config, reference).frame["is_outlier_issue"].to_numpy(bool)
         yield f"review list, {score}", judge(judged, config).frame["is_outlier_issue"].to_numpy(bool)
     for name, rule in RULES.items():

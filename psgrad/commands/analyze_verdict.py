@@ -9,7 +9,6 @@ from typing import Any
 import numpy.typing as npt
 
 from psgrad.commands.analyze_passes import Measured
-from psgrad.commands.measure_setup import PROJECTED
 from psgrad.commands.run_manifest import measure_specs
 from psgrad.commands.setup import Setup
 from psgrad.config import did_you_mean
@@ -18,9 +17,8 @@ from psgrad.data.derived import DrawnSamples
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.baselines import read_baseline, read_reference
-from psgrad.quality.detector import detector_from
 from psgrad.quality.judging import OutlierTable, judge
-from psgrad.quality.references import Reference, measured_as, reference_of, require_comparable, scored_by
+from psgrad.quality.references import Reference, measured_as, reference_of, require_comparable
 from psgrad.run.finished import finished_manifest, load_run
 from psgrad.run.results import SAMPLE_COLUMNS
 from psgrad.run.results.manifest import ModelFacts, RunManifest
@@ -51,19 +49,16 @@ class OutlierRule:
         ignored = None
         if run.criterion.kind == "class" and "target" in frame:
             ignored = frame["target"].to_numpy() == run.criterion.ignore_index
-        rows = measured.rows[PROJECTED].numpy() if PROJECTED in measured.rows else None
-        return judge(frame, run.config.analyze, self.reference, rows, run.config.base, ignored)
+        return judge(frame, run.config.analyze, self.reference, ignored)
 
 
 def outlier_rule(run: Setup, measures: Sequence[Measure]) -> OutlierRule:
     """The rule of a run's config; all that it names is checked and read, before anything is measured.
 
     Raises ConfigError and DataError: for a reference that does not exist or was measured with something else,
-    a score or a group that will not be a column, and a name that is not a detector.
+    and for a score or a group that will not be a column.
     """
     outliers = run.config.analyze.outliers
-    for each in outliers.detectors:
-        detector_from(each.name, each.options, run.config.base)
     if outliers.group_by == "length" and run.criterion.kind != "token":
         raise ConfigError(
             "analyze.outliers.group_by: length counts positions, and the loss"
@@ -80,7 +75,6 @@ def _require_column(run: Setup, measures: Sequence[Measure]) -> None:
     outliers = run.config.analyze.outliers
     known = ["grad_norm", "log_norm", "loss", "confidence", "prediction", "token_accuracy", "length"]
     known += [column for measure in measures for column in measure.meanings]
-    known += [f"{each.name}_score" for each in outliers.detectors]
     untold = any(not each.meanings and each.name not in OWN["measures"] for each in measures)
     if outliers.score not in known and not untold and not _giving(measures, outliers.score):
         raise ConfigError(
@@ -107,7 +101,7 @@ def _stored_reference(run: Setup, measures: Sequence[Measure]) -> Reference | No
     if outliers.reference is None:
         return None
     path, source = run.config.base / outliers.reference, str(outliers.reference)
-    column, ours = scored_by(outliers.score, [each.name for each in outliers.detectors]), _measured_as(run)
+    ours = _measured_as(run)
     if path.suffix == ".json":
         saved = read_baseline(path).reference
         if saved is None:
@@ -116,13 +110,10 @@ def _stored_reference(run: Setup, measures: Sequence[Measure]) -> Reference | No
                 hint="save the baseline again, of a finished psgrad analyze",
             )
         caveats = require_comparable(ours, saved.get("measured_as", {}), outliers.score, source)
-        found = read_reference(saved, source, column, outliers.group_by)
+        found = read_reference(saved, source, outliers.score, outliers.group_by)
     else:
         caveats = require_comparable(ours, measured_as(finished_manifest(path)), outliers.score, source)
-        finished = load_run(path)
-        projected = finished.measures.get(PROJECTED)
-        rows = None if projected is None else projected.arrays.get(PROJECTED)
-        found = reference_of(finished.samples, column, outliers.group_by, "run", source, rows)
+        found = reference_of(load_run(path).samples, outliers.score, outliers.group_by, source)
     giving = _giving(measures, outliers.score)
     if outliers.score == _RELATIVE_COLUMN or any(
         each.needs_second_pass or each.name == _RELATIVE for each in giving

@@ -37,8 +37,6 @@ from psgrad.user_code import describe_failure
 
 # The columns that every run makes by itself.
 RESERVED = frozenset({*SAMPLE_COLUMNS, "ok", "rows", "token_accuracy"})
-# The measure whose rows detectors judge.
-PROJECTED = "projected_gradients"
 _FLAGS = ("needs_factors", "needs_second_pass")
 _DESCRIBED = ("name", "title", "formula", "unit", "source", "cost", "meanings", "needs")
 
@@ -192,8 +190,7 @@ def joined_columns(rows: Arrays, more: Mapping[str, torch.Tensor], where: str) -
 
 
 def measures_of(config: Config) -> list[Measure]:
-    """The measures that a config names, and those that they and its detectors need, each behind those that it
-    needs.
+    """The measures that a config names, and those that they need, each behind those that it needs.
 
     Raises ConfigError for names or options that are not known.
     """
@@ -211,10 +208,6 @@ def measures_of(config: Config) -> list[Measure]:
         found[each.name] = measure
     waiting = [name for measure in found.values() for name in measure.needs]
     needed: dict[str, Measure] = {}
-    if config.analyze.outliers.detectors and PROJECTED not in found:
-        from psgrad.engine.measures.builtin.projected_gradients import GradientProjection
-
-        needed[PROJECTED] = GradientProjection(save=True)  # what later runs may be compared with
     while waiting:
         name = waiting.pop()
         if name not in found and name not in needed:

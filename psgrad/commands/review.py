@@ -74,7 +74,7 @@ def review(
         run.say("review", text)
 
     with run.clock("load"):
-        setup = set_up_influence(config, say, progress, run.processes).watched(run.passes())
+        setup = set_up_influence(config, run, say)
         before = read_before(setup, with_source(config, base))
         index = index_before(config, setup, before)
     with run.clock("compare"):

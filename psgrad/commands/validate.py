@@ -142,7 +142,7 @@ def _stored_samples(config: Config, found: Validation) -> int | None:
 
 
 def _make_plugins(config: Config) -> None:
-    """Makes the measures, detectors and methods with their options, imports the code of one's own, and sees
+    """Makes the measures and methods with their options, imports the code of one's own, and sees
     that all checkpoints and libraries are there. What a config does not name is not imported.
     """
     analyze, influence, base = config.analyze, config.influence, config.base
@@ -150,10 +150,6 @@ def _make_plugins(config: Config) -> None:
         from psgrad.commands.measure_setup import measures_of
 
         measures_of(config)
-    for detector in analyze.outliers.detectors:
-        from psgrad.quality.detector import detector_from
-
-        detector_from(detector.name, detector.options, base)
     if "influence" in config.model_fields_set:
         from psgrad.commands.influence_setup import method_from
 

@@ -3,7 +3,6 @@ suggestion.
 """
 
 from psgrad.config.analysis import AnalyzeConfig as AnalyzeConfig
-from psgrad.config.analysis import DetectorConfig as DetectorConfig
 from psgrad.config.analysis import GateConfig as GateConfig
 from psgrad.config.analysis import MeasureConfig as MeasureConfig
 from psgrad.config.analysis import OutlierConfig as OutlierConfig

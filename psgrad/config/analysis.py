@@ -22,12 +22,6 @@ class MeasureConfig(NamedSection):
     group: ClassVar[Group] = "measures"
 
 
-class DetectorConfig(NamedSection):
-    """A detector of outliers among projected gradients, by name, with its options."""
-
-    group: ClassVar[Group] = "detectors"
-
-
 def _reference(value: object) -> object:
     if isinstance(value, Mapping):
         raise ValueError(
@@ -39,6 +33,10 @@ def _reference(value: object) -> object:
 
 class OutlierConfig(ConfigSection):
     """Who is an outlier. Without a reference there is a review list only, never a verdict."""
+
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "detectors": "judge by a measure: neighbour_distance in analyze.measures, and as the score"
+    }
 
     score: str = "grad_norm"
     """The column by which samples are judged: a column of samples.parquet with one number for each sample."""
@@ -57,15 +55,6 @@ class OutlierConfig(ConfigSection):
     min_group: Annotated[int, Field(ge=2)] = 50
     """Groups of fewer samples (of trusted ones, if there is a reference) are joined, and judged as one group.
     """
-    detectors: list[DetectorConfig] = Field(default_factory=list)
-    """Detectors of outliers among projected gradients; only `score` decides, which may be a detector's."""
-
-    @model_validator(mode="after")
-    def _each_detector_once(self) -> OutlierConfig:
-        twice = first_twice(detector.name for detector in self.detectors)
-        if twice is not None:
-            raise ValueError(f"the detector {twice} is listed twice")
-        return self
 
 
 class AnalyzeConfig(ConfigSection):

@@ -1,7 +1,7 @@
 """The names of the plugins that a config can name, and where each class is, without importing it.
 
-Those of other packages are entry points, with the groups `psgrad.measures`, `psgrad.methods`,
-`psgrad.detectors` and `psgrad.losses`. The name of an entry point is the name in a config.
+Those of other packages are entry points, with the groups `psgrad.measures`, `psgrad.methods` and
+`psgrad.losses`. The name of an entry point is the name in a config.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Literal
 
-Group = Literal["measures", "methods", "detectors", "losses"]
+Group = Literal["measures", "methods", "losses"]
 
 OWN: dict[Group, dict[str, str]] = {
     "measures": {
@@ -48,10 +48,6 @@ OWN: dict[Group, dict[str, str]] = {
         "projected_influence": "psgrad.engine.influence.methods.projected:ProjectedInfluence",
         "tracin": "psgrad.engine.influence.methods.gradient_products:TracIn",
         "trak": "psgrad.engine.influence.methods.projected:TRAK",
-    },
-    "detectors": {
-        "isolation_forest": "psgrad.quality.detectors.isolation_forest:IsolationForest",
-        "nearest_neighbours": "psgrad.quality.detectors.nearest_neighbours:NearestNeighbours",
     },
     "losses": {
         "bce_with_logits": "psgrad.data.losses.value_losses:BCEWithLogits",

@@ -18,7 +18,7 @@ import pandas as pd
 from psgrad.config.values import require_regular
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.findings import KNOWN, NEW
-from psgrad.quality.references import DIGITS, Reference, measured_as, reference_of, scored_by
+from psgrad.quality.references import DIGITS, Reference, measured_as, reference_of
 from psgrad.run.results import RULES
 from psgrad.run.results.findings import Baseline, BaselineChange, Known
 from psgrad.run.results.manifest import RunManifest
@@ -137,11 +137,8 @@ def saved_reference(samples: pd.DataFrame, run: RunManifest, most: int = SAVED_R
     is a digest. Flagged samples stay, too: a reference without the large scores would flag sound samples.
     """
     outliers = run.setting("analyze", "outliers") or {}
-    score = scored_by(
-        outliers.get("score", "grad_norm"), [each["name"] for each in outliers.get("detectors", [])]
-    )
-    by = outliers.get("group_by")
-    whole = reference_of(samples, score, by, "run", "")
+    score, by = outliers.get("score", "grad_norm"), outliers.get("group_by")
+    whole = reference_of(samples, score, by, "")
     scored = np.flatnonzero(~np.isnan(whole.scores))
     chosen = np.sort(scored[np.argsort(whole.fingerprints[scored], kind="stable")[:most]])
     groups = {
@@ -203,5 +200,5 @@ def read_reference(content: Mapping[str, Any], source: str, score: str, by: str 
         np.concatenate([np.empty(0), *(scores for _, scores, _ in parts)]),
         np.array([label for label, scores, _ in parts for _ in scores], dtype=object),
         np.array([str(each) for _, _, prints in parts for each in prints], dtype=object),
-        caveats=caveats,
+        caveats,
     )

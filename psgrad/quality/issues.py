@@ -22,10 +22,8 @@ Array = npt.NDArray[Any]
 RARE = 0.1  # a class is rare below this part of an equal share
 WEAK = 0.75  # a group is weak whose mean confidence is below this part of that of all samples
 NEAR = 0.05  # samples are near duplicates whose distance is below this part of the median nearest one
-NOT_IID = 0.01  # the p-value of an order that is not one of independent draws
-_NEIGHBOURS, _PERMUTATIONS, _FEWEST = 10, 199, 30
+_NEIGHBOURS, _FEWEST = 10, 30
 MOST = 50_000  # samples whose neighbours are searched
-_NEEDS = f"needs the measure projected_gradients, {_FEWEST} to {MOST:,} samples, and no gradient that is zero"
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ def issue_table(
         _label(samples, losses, probabilities),
         _outlier(samples),
         _near_duplicate(samples, projected, features),
-        _non_iid(projected),
         _class_imbalance(samples),
         _underperforming_group(samples),
         _null(samples),
@@ -170,7 +167,8 @@ def _near_duplicate(samples: pd.DataFrame, projected: Array | None, features: Ar
     """
     name, points = "near_duplicate", _directions(projected)
     if points is None:
-        return _Issue(name, _NEEDS)
+        measure = "the measure projected_gradients"
+        return _Issue(name, f"needs {measure}, {_FEWEST} to {MOST:,} samples, and no gradient that is zero")
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
     from sklearn.neighbors import NearestNeighbors
@@ -197,31 +195,6 @@ def _near_duplicate(samples: pd.DataFrame, projected: Array | None, features: Ar
     numbers[flags] = order.groupby(["alike", "set"]).ngroup()
     further = {"near_duplicate_set": numbers, "near_duplicate_labels_differ": differ}
     return _Issue(name, made_of, flags, _clipped(np.where(differ, 0.0, scores)), further)
-
-
-def _non_iid(projected: Array | None) -> _Issue:
-    """Whether samples that lie near each other in the dataset have like gradients: a permutation test of the
-    mean distance in the order between a sample and its neighbours, exact for independent draws.
-    """
-    points = _directions(projected)
-    if points is None:
-        return _Issue("non_iid", _NEEDS)
-    from sklearn.neighbors import NearestNeighbors
-
-    neighbours = NearestNeighbors(n_neighbors=min(_NEIGHBOURS, len(points) - 1) + 1).fit(points)
-    found = neighbours.kneighbors(points, return_distance=False)[:, 1:]
-    draw, places = np.random.default_rng(0), np.arange(len(points))
-
-    def apart(order: Array) -> Array:
-        distances: Array = np.abs(order[found] - order[:, None]).mean(1)
-        return distances
-
-    own = apart(places)
-    permuted = np.array([apart(draw.permutation(places)).mean() for _ in range(_PERMUTATIONS)])
-    p_value = (1 + int((permuted <= own.mean()).sum())) / (1 + _PERMUTATIONS)
-    scores = _clipped(own / permuted.mean())
-    flags = np.zeros(len(points), bool) if p_value >= NOT_IID else scores < 0.5
-    return _Issue("non_iid", "the order of like gradients: a permutation test", flags, scores, None, p_value)
 
 
 def _class_imbalance(samples: pd.DataFrame) -> _Issue:

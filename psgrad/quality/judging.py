@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,8 @@ from psgrad.quality.conformal import (
     resolution_words,
     why_not_evaluable,
 )
-from psgrad.quality.detector import detector_scores
 from psgrad.quality.gates import share_of
-from psgrad.quality.references import Reference, join_small, joined, labels_of, scored_by
+from psgrad.quality.references import Reference, join_small, joined, labels_of
 from psgrad.run.results import SAMPLE_COLUMNS
 from psgrad.run.results.manifest import (
     GroupFacts,
@@ -127,30 +125,23 @@ def judge(
     frame: pd.DataFrame,
     config: AnalyzeConfig,
     reference: Reference | None = None,
-    rows: Array | None = None,
-    base: Path = Path(),
     ignored: Array | None = None,
 ) -> OutlierTable:
     """Rank all samples, and decide which are outliers.
 
     With a reference these are the samples whose q-value, by conformal p-values against the trusted samples of
     their group, is at most `outliers.fdr`; without one the review list. Rows that are not finite are always
-    among them, and never tested. A sample that is in the reference itself is trusted, and not tested. One
-    score decides, `outliers.score`; detectors only inform, so that nothing is tested twice.
+    among them, and never tested. A sample that is in the reference itself is trusted, and not tested.
 
     Args:
         frame: one row for each sample, with `loss` and `grad_norm`, and the columns that score and groups
             name.
         reference: of trusted samples, with the scores that `outliers.score` names.
-        rows: [n, k] projected gradients, if there are detectors.
-        base: the folder that the files of detectors are relative to.
         ignored: [n] bool, the samples whose label the loss ignores; None for none.
 
-    Raises ConfigError for a missing score or group, or a detector without its rows.
+    Raises ConfigError for a missing score or group.
     """
-    outliers, whole = config.outliers, reference
-    detected, reference = detector_scores(config, reference, rows, base)
-    frame = frame.assign(**detected)
+    outliers = config.outliers
     _require_score(frame, outliers.score)
     labels, small = labels_of(frame, outliers.group_by), set[str]()
     if outliers.group_by is not None:
@@ -159,15 +150,14 @@ def judge(
     ranked = rank_samples(frame, config.review_fraction, outliers.score, outliers.tail, labels, ignored)
     scores = np.where(ranked["status"] == "ok", _numbers(ranked, outliers.score), np.nan)
     in_both, none = np.zeros(len(frame), bool), np.full(len(frame), np.nan)
-    if reference is None or whole is None:
+    if reference is None:
         suspect = pd.Series(scores * (1 if outliers.tail == "upper" else -1))
         score = suspect.groupby(labels).rank(ascending=False, method="max", pct=True).to_numpy("float64")
         p = q = none
     else:
         reference = replace(reference, labels=joined(reference.labels, small))
         if "fingerprint" in ranked:
-            known_by = scored_by(outliers.score, [each.name for each in outliers.detectors])
-            in_both = whole.holds(ranked["fingerprint"].to_numpy(), _numbers(ranked, known_by))
+            in_both = reference.holds(ranked["fingerprint"].to_numpy(), _numbers(ranked, outliers.score))
         p = grouped_p_values(scores, labels, reference.scores, reference.labels, outliers.tail)
         q, score = q_values(np.where(in_both, np.nan, p)), p
         ranked["is_outlier_issue"] = (q <= outliers.fdr) | (ranked["status"] == "nonfinite")

@@ -5,7 +5,7 @@ groups are joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,11 @@ def labels_of(frame: pd.DataFrame, by: str | None) -> Labels:
         return np.full(len(frame), ALL, dtype=object)
     column = {"class": "target"}.get(by, by)
     if column not in frame:
-        raise ConfigError(_no_column(by, [str(name) for name in frame]))
+        known = ["class", "length", *map(str, frame)]
+        raise ConfigError(
+            f"analyze.outliers.group_by: the samples have no column {column!r}{did_you_mean(by, known)};"
+            f" expected one of {', '.join(known)}"
+        )
     values = frame[column]
     if not all(np.ndim(value) == 0 for value in values.head(100)):
         raise ConfigError(
@@ -80,25 +84,8 @@ def _length_classes(values: pd.Series[Any]) -> Labels:
     return np.array([names[low] for low in lowest.tolist()], dtype=object)
 
 
-def _no_column(by: str, columns: list[str]) -> str:
-    if by == "class":
-        return "analyze.outliers.group_by: class, and the samples have no target"
-    if by == "length":
-        return (
-            "analyze.outliers.group_by: length, and the loss has no positions that could be counted;"
-            " token_cross_entropy has"
-        )
-    known = f"; known are class, length, {', '.join(columns)}"
-    return f"analyze.outliers.group_by: there is no column {by!r}{did_you_mean(by, columns) or known}"
-
-
 # Fingerprints are digests: of these many digits, two of a million samples agree by chance once in 10^7 runs.
 DIGITS = 16
-
-
-def scored_by(score: str, detectors: Iterable[str]) -> str:
-    """The column of the trusted samples' scores; the norm where a detector's scores are computed anew."""
-    return "grad_norm" if score in {f"{name}_score" for name in detectors} else score
 
 
 @dataclass(frozen=True)
@@ -111,7 +98,6 @@ class Reference:
         scores: [n] float64, NaN where a sample has none.
         labels: [n] text, its group, before small groups are joined.
         fingerprints: [n] text.
-        rows: [n, k], what detectors look at; None where that is not at hand.
         caveats: what a reader of the verdict must know of it.
     """
 
@@ -120,7 +106,6 @@ class Reference:
     scores: Array
     labels: Array
     fingerprints: Array
-    rows: Array | None = None
     caveats: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -140,10 +125,8 @@ class Reference:
         return same
 
 
-def reference_of(
-    samples: pd.DataFrame, score: str, by: str | None, kind: str, source: str, rows: Array | None = None
-) -> Reference:
-    """The reference from a table of samples. Raises ConfigError if it lacks the score or the groups."""
+def reference_of(samples: pd.DataFrame, score: str, by: str | None, source: str) -> Reference:
+    """The reference from the samples of a run. Raises ConfigError if it lacks the score or the groups."""
     if score not in samples:
         raise ConfigError(
             f"the reference {source} has no column {score!r}, by which samples are judged"
@@ -155,7 +138,7 @@ def reference_of(
     )
     scores = np.where(finite, samples[score].to_numpy("float64", na_value=np.nan), np.nan)
     prints = samples["fingerprint"].to_numpy(str) if "fingerprint" in samples else np.full(len(samples), "")
-    return Reference(kind, source, scores, labels_of(samples, by), prints, rows)
+    return Reference("run", source, scores, labels_of(samples, by), prints)
 
 
 CLASSES = "classes"

@@ -57,11 +57,11 @@ def test_validate_json_is_one_object(workplace: Workplace) -> None:
 
 def test_validate_lists_all_mistakes_of_the_config_at_once(workplace: Workplace) -> None:
     workplace.config["engine"] = {"chunksize": 3, "dtype": "float8"}
-    workplace.config["analyze"] = {"measures": ["el2m"], "outliers": {"detectors": ["isolation_forrest"]}}
+    workplace.config["analyze"] = {"measures": ["el2m"]}
     workplace.config["influence"] = {"method": "ekfak"}
     workplace.config["loss"] = "mean_squared"
-    words = ("chunk_size?", "engine.dtype", "did you mean el2n?", "did you mean isolation_forest?")
-    refused(workplace, 2, "has 6 problems", *words, "did you mean ekfac?", "there is no loss 'mean_squared'")
+    words = ("chunk_size?", "engine.dtype", "did you mean el2n?")
+    refused(workplace, 2, "has 5 problems", *words, "did you mean ekfac?", "there is no loss 'mean_squared'")
 
 
 def test_validate_says_what_analyze_says_in_the_same_words(workplace: Workplace) -> None:

@@ -101,11 +101,7 @@ def test_the_judged_run_itself_is_no_reference(judged: Workplace) -> None:
         ("trusted", {"score": "grad_nrom"}, "did you mean grad_norm?"),
         ("trusted", {"group_by": "length"}, "length counts positions"),
         ("trusted", {"group_by": "source"}, "has no column 'source'"),
-        (
-            "trusted",
-            {"detectors": [{"name": "isolation_forest"}, {"name": "isolation_forest"}]},
-            "the detector isolation_forest is listed twice",
-        ),
+        ("trusted", {"detectors": ["isolation_forest"]}, "neighbour_distance in analyze.measures"),
         ({"data": {"path": "trusted.npz"}}, {}, "a run of their own"),
     ],
 )

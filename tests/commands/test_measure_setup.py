@@ -10,43 +10,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from psgrad.commands.analyze import analyze
-from psgrad.commands.measure_setup import measures_of
 from psgrad.config import load_config
-from psgrad.engine.measures.builtin.projected_gradients import GradientProjection
 from psgrad.errors import MeasureError
 from psgrad.run.finished import load_run
 from tests.workplace import CLASSES, ROWS, Workplace
 
 
-def measures(workplace: Workplace, section: dict[str, Any]) -> list[Any]:
-    path = workplace.folder / "config.yaml"
-    path.write_text(yaml.safe_dump({**workplace.config, "analyze": section}))
-    return measures_of(load_config(path))
-
-
-def test_detectors_have_the_projected_gradients_measured(workplace: Workplace) -> None:
-    detectors = {"detectors": ["isolation_forest"]}
-    assert measures(workplace, {"outliers": detectors}) == [GradientProjection(save=True)]
-    own = {"name": "projected_gradients", "dimension": 16}
-    assert measures(workplace, {"measures": [own], "outliers": detectors}) == [
-        GradientProjection(dimension=16)
-    ]
-    assert [
-        each.name for each in measures(workplace, {"measures": ["neighbour_distance"], "outliers": detectors})
-    ] == [
-        "projected_gradients",
-        "neighbour_distance",
-    ]
-    assert measures(workplace, {}) == []
-
-
 def test_a_run_has_the_columns_tables_and_arrays(workplace: Workplace) -> None:
     names = ["neighbour_distance", {"name": "ntk", "samples": 6}]
-    forest = {"name": "isolation_forest", "trees": 5}
-    content = {
-        **workplace.config,
-        "analyze": {"measures": names, "outliers": {"detectors": [forest, "nearest_neighbours"]}},
-    }
+    content = {**workplace.config, "analyze": {"measures": names}}
     path = workplace.folder / "config.yaml"
     path.write_text(yaml.safe_dump(content))
     analyze(load_config(path), report=False)

@@ -126,7 +126,7 @@ def test_the_glossary_has_the_words_of_the_design_once() -> None:
         "operator rule VJP JVP cotangent tangent level tracer tape term factor materialise query chunk stream"
         " shard pass checkpoint"
     )
-    words += " measure method detector loss source finding gate baseline reference record program entry"
+    words += " measure method loss source finding gate baseline reference record program entry"
     assert [word for word in words.split() if terms().count(word) != 1] == []
     assert {"n", "m", "t", "s", "o", "i", "p", "c"} <= set(terms())
     assert len(avoided()) > 20

@@ -17,7 +17,6 @@ from psgrad.data.loss import resolve_loss
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.method import Checkpoint
-from psgrad.quality.detector import detect, detector_from
 from psgrad.ragged import Block
 from tests.workplace import Workplace
 
@@ -75,14 +74,6 @@ def test_scores_of_the_method_are_those_of_a_plain_loop() -> None:
     scores = torch.cat([each.scores for each in fitted.scores(queries)])
     diagonal = gradients.square().sum(0) + len(gradients) * 0.01
     torch.testing.assert_close(scores, (gradients / diagonal) @ asked.T, rtol=1e-4, atol=1e-6)
-
-
-def test_the_detector_scores_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = block(PAGE, "DistanceToMean")
-    register("detectors", "distance_to_mean", "DistanceToMean", source, tmp_path, monkeypatch)
-    rows, reference = np.arange(8.0).reshape(4, 2), np.zeros((3, 2))
-    found = detect(detector_from("distance_to_mean", {"power": 2.0}), rows, reference, seed=0)
-    np.testing.assert_allclose(found, np.linalg.norm(rows, axis=1) ** 2)
 
 
 def test_the_loss_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,19 +128,6 @@ def test_near_duplicates_come_in_sets() -> None:
     assert found["near_duplicate_score"].max() < issues["near_duplicate_score"].median()
 
 
-@pytest.mark.parametrize("sorted_by_group", [False, True])
-def test_order_of_the_dataset_is_tested_for_independent_draws(sorted_by_group: bool) -> None:
-    draw = np.random.default_rng(0)
-    group = np.repeat(np.arange(10), 30)
-    points = draw.normal(size=(10, 8))[group] + 0.1 * draw.normal(size=(300, 8))
-    order = np.arange(300) if sorted_by_group else draw.permutation(300)
-    probabilities, given, _ = noisy(300)
-    issues = issue_table(samples_of(probabilities, given), points[order])
-    p_value = issues.summary.set_index("issue").loc["non_iid", "score"]
-    assert (p_value < 0.01) == sorted_by_group
-    assert issues.samples["is_non_iid_issue"].any() == sorted_by_group
-
-
 def test_rare_classes_weak_groups_and_values_that_are_not_finite() -> None:
     probabilities, given, _ = noisy(400)
     given = np.where(np.arange(400) < 3, 3, given % 3)
@@ -162,7 +149,7 @@ def test_types_that_a_run_can_not_tell_are_named_in_the_summary() -> None:
     table = samples_of(*noisy(40)[:2]).drop(columns=["confidence"])
     issues = issue_table(table)
     of = issues.summary.set_index("issue")
-    for name in ("label", "near_duplicate", "non_iid", "class_imbalance", "underperforming_group"):
+    for name in ("label", "near_duplicate", "class_imbalance", "underperforming_group"):
         assert of.loc[name, "made_of"].startswith("needs ")
         assert pd.isna(of.loc[name, "found"])
         assert f"is_{name}_issue" not in issues.samples

@@ -1,4 +1,4 @@
-"""References: what a baseline keeps of a run, with what it may be compared, and what detectors make of it."""
+"""References: what a baseline keeps of a run, and with what it may be compared."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.neighbors import NearestNeighbors
 
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.baselines import read_reference, saved_reference
-from psgrad.quality.detector import detector_scores
 from psgrad.quality.judging import judge
 from psgrad.quality.references import measured_as, reference_of, require_comparable
 from psgrad.run.results.manifest import read_manifest
-from tests.quality.frames import config, samples, trusted
+from tests.quality.frames import config, samples
 
 MANIFEST: dict[str, Any] = {
     "versions": {"psgrad": "1", "torch": "2"},
@@ -62,7 +60,7 @@ def test_reference_saved_judges_as_the_run(by: str | None) -> None:
     assert saved["nonfinite"] == 1
     read = read_reference(saved, "b.json", "grad_norm", by)
     assert len(read) == 300
-    direct = reference_of(known[:300], "grad_norm", by, "run", "known")
+    direct = reference_of(known[:300], "grad_norm", by, "known")
     ours, theirs = (judge(asked, config(group_by=by), each).frame for each in (read, direct))
     assert ours["p_value"].tolist() == theirs["p_value"].tolist()
     assert "1 samples of the reference had no score" in read.caveats[0]
@@ -169,50 +167,4 @@ def test_reference_of_another_score_or_groups_refused() -> None:
 
 def test_reference_without_score_refused() -> None:
     with pytest.raises(ConfigError, match="has no column 'el2n'"):
-        reference_of(samples([1.0]), "el2n", None, "run", "runs/known")
-
-
-def test_detector_fitted_to_half_of_reference() -> None:
-    random = np.random.default_rng(0)
-    rows, known = random.normal(size=(30, 4)), random.normal(size=(200, 4))
-    rows[0] = 30
-    detectors = [{"name": "nearest_neighbours", "neighbours": 5}]
-    given = config(detectors=detectors, score="nearest_neighbours_score", fdr=0.3)
-    done = judge(samples(np.ones(30)), given, trusted(np.ones(200), rows=known), rows)
-    _, reference = detector_scores(given, trusted(np.arange(200.0), rows=known), rows)
-    assert reference is not None
-    held = np.array([int(each.split()[1]) for each in reference.fingerprints])
-    fitted = np.setdiff1d(np.arange(200), held)
-    assert len(held) == len(fitted) == 100
-    search = NearestNeighbors(n_neighbors=5, algorithm="brute").fit(known[fitted])
-    ours, theirs = (search.kneighbors(each)[0].mean(1) for each in (rows, known[held]))
-    np.testing.assert_allclose(done.frame["nearest_neighbours_score"], ours, rtol=1e-6)
-    expected = [(1 + (theirs >= score * (1 - 1e-9)).sum()) / 101 for score in ours]
-    np.testing.assert_allclose(done.frame["p_value"], expected)
-    assert done.facts.reference.size == 100
-    assert done.frame["is_outlier_issue"].tolist() == [True] + [False] * 29
-
-
-def test_detector_does_not_change_verdict() -> None:
-    random = np.random.default_rng(1)
-    rows, known = random.normal(size=(30, 4)), random.normal(size=(400, 4))
-    rows[0] = 30
-    given = config(detectors=[{"name": "isolation_forest", "trees": 20}], fdr=0.3)
-    done = judge(samples(np.ones(30)), given, trusted(np.ones(400), rows=known), rows)
-    assert not done.frame["is_outlier_issue"].any()
-    assert done.frame["isolation_forest_score"].idxmax() == 0
-
-
-@pytest.mark.parametrize(
-    ("rows", "kind", "words"),
-    [(None, "data", "none are measured"), (np.ones((2, 2)), "baseline", "has scores only")],
-)
-def test_detector_without_rows_refused(rows: Any, kind: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        judge(
-            samples([1.0, 2.0]),
-            config(detectors=[{"name": "isolation_forest"}]),
-            trusted([1.0], kind=kind),
-            rows,
-        )
-    assert words in str(caught.value)
+        reference_of(samples([1.0]), "el2n", None, "runs/known")

@@ -118,13 +118,12 @@ class _SampleComparison:
         self.squares = self.squares_apart = 0.0
 
     def add(self, name: str, witness: torch.Tensor) -> None:
-        ours = self.gradients.gradients[name]
+        ours = self.gradients.gradients[name].at(slice(self.index, self.index + 1))
         self.squares += _square(witness)
-        if ours.is_zero:
+        if ours.is_zero:  # also where the branch that this sample takes leaves the parameter out
             self.squares_apart += _square(witness)
         else:
-            value = ours.at(slice(self.index, self.index + 1)).materialise()[0]
-            self.squares_apart += _square(value, witness)
+            self.squares_apart += _square(ours.materialise()[0], witness)
 
     @property
     def norm(self) -> float:

@@ -32,7 +32,7 @@ _COPIES = 2
 
 @dataclass
 class GradientProjection(Measure):
-    """A row of few numbers for each sample, for other measures and for the detectors of outliers.
+    """A row of few numbers for each sample, for other measures.
 
     Options:
         dimension: columns of the projection; 1 / sqrt(dimension) is the error of a cosine. If a gradient has
