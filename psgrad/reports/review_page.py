@@ -77,6 +77,12 @@ def trust_words(result: ReviewResult) -> str:
     if trust.exact:
         steps = count(trust.steps, "Newton step")
         made = f"The model is affine in its parameters: {steps} lead to the minimum of the changed objective."
+    elif trust.index is not None:
+        made = (
+            f"The prediction is one step of the curvature that the index {trust.index} holds, with the rows"
+            " that changed, to first order in the parameters; no other training row was computed. It ranks,"
+            " and is no amount by itself."
+        )
     else:
         made = (
             "The prediction is one step of the curvature of the changed data, to first order in the"
