@@ -20,6 +20,7 @@ from psgrad.engine.influence.damping import Damping
 from psgrad.engine.influence.index.index_rows import RowsInMemory
 from psgrad.engine.influence.index.row_curvature import RowCurvature, curvature_of_rows
 from psgrad.engine.influence.index.stored_index import StoredRows
+from psgrad.engine.influence.method import Preconditioned
 from psgrad.engine.influence.methods.projected import ProjectedInfluence
 from psgrad.errors import ConfigError
 from psgrad.run.gradient_index import GradientIndex
@@ -82,7 +83,7 @@ class IndexedCurvature:
         """The curvature with its inverse. examples: any, with the model of the checkpoint."""
         return RowCurvature(examples, self.rows.projector, self.summed, self.count, self.damping)
 
-    def parts(self, whole: RowCurvature, groups: int) -> Iterator[tuple[RowCurvature, float]]:
+    def parts(self, whole: RowCurvature, groups: int) -> Iterator[tuple[Preconditioned, float]]:
         """(the curvature without a group of the rows that stay, its share of the rows), for each group.
         whole: that of all rows, whose damping the others get.
         """

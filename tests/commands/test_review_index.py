@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.linalg import block_diag
 
 import psgrad
 from psgrad.commands.influence_setup import set_up_influence
@@ -68,7 +69,7 @@ def rows_of(place: Place, rows: dict[str, np.ndarray]) -> tuple[torch.Tensor, to
     return loss, loss / (1 - own) * (own * (1 - own)).sqrt()
 
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "whole": {"projection": "none", "features": "loss"},
     "of margins": {"projection": "none", "features": "margin"},
     "sparse": {"projection": "sparse", "dimension": 9, "features": "loss"},
@@ -85,12 +86,12 @@ def test_prediction_by_an_index_is_the_dense_step_of_the_projected_rows(place: P
 
     shapes = {"weight": torch.empty(CLASSES, FEATURES), "bias": torch.empty(CLASSES)}
     projection = Projector(
-        KINDS[name]["projection"], int(KINDS[name].get("dimension", 2048)), 0, 0, shapes
+        KINDS[name]["projection"], KINDS[name].get("dimension", 2048), 0, 0, shapes
     ).projection
     p_of = torch.eye(18, dtype=torch.float64)
     if projection is not None:
         parts = [matrix(projection, each, tuple(shape.shape)) for each, shape in shapes.items()]
-        p_of = torch.cat(parts, 1) if projection.per == "total" else torch.block_diag(*parts)
+        p_of = torch.cat(parts, 1) if projection.per == "total" else torch.from_numpy(block_diag(*parts))
     _, roots = rows_of(place, head)
     curvature = p_of @ roots.T @ roots @ p_of.T + DAMPING * len(roots) * torch.eye(
         len(p_of), dtype=torch.float64
