@@ -69,11 +69,13 @@ class AnalyzeRun(AnalyzeResult):
         names = dict.fromkeys(("target", "prediction"), self.class_names)
         inputs = {sample.id: seen(sample) for sample in self.top_inputs[:ROWS]}
         top = top_samples(found, ROWS).to_dict("records")
-        rows = [
-            [cell(row[name], names.get(name)) for name in shown] + [inputs.get(row["id"], "")] * bool(inputs)
-            for row in top
-        ]
-        return page(lines, [*shown, "input"] if inputs else shown, rows)
+        rows = [[cell(row[name], names.get(name)) for name in shown] for row in top]
+        if inputs:  # beside the id, where a narrow page shows it, too
+            place = shown.index("id") + 1
+            shown.insert(place, "input")
+            for row, cells in zip(top, rows, strict=True):
+                cells.insert(place, inputs.get(row["id"], ""))
+        return page(lines, shown, rows)
 
 
 class InfluenceRun(InfluenceResult):

@@ -132,8 +132,9 @@ def test_images_are_beside_the_first_ranks(analyzed: AnalyzeRun) -> None:
     assert (black.shape[:2], black.max(), white.min()) == ((4, 5), 0, 255)
     texts = [TopSample(each, text=f"<b>{each}") for each in first]
     _, headings, rows = table_of(replace(analyzed, top_inputs=texts)._repr_html_())
-    assert headings[-1] == "input"
-    assert [row[-1] for row in rows][:3] == [f"<b>{first.iloc[0]}", f"<b>{first.iloc[1]}", ""]
+    place = headings.index("id") + 1
+    assert headings[place] == "input"
+    assert [row[place] for row in rows][:3] == [f"<b>{first.iloc[0]}", f"<b>{first.iloc[1]}", ""]
 
 
 def test_images_of_queries_and_examples_are_beside_their_ids() -> None:
