@@ -18,7 +18,7 @@ WORKDIR /opt/psgrad
 COPY . .
 RUN python3 -c "import torch" 2>/dev/null \
     || python3 -m pip install --index-url "$TORCH_INDEX" "torch>=2.11,<2.16"
-RUN python3 -m pip install ".[hugging-face,vision]"
+RUN python3 -m pip install ".[dp,hugging-face,vision]"
 
 # Any user id works: libraries keep their caches in /tmp, and ask for a name that no file of users has.
 ENV HOME=/tmp USER=psgrad MPLCONFIGDIR=/tmp/matplotlib HF_HUB_OFFLINE=1

@@ -21,7 +21,7 @@ from script import command_line, write_json
 from torch import nn
 
 from psgrad.engine.influence.damping import Damping
-from psgrad.engine.influence.damping_choice import AGREES, agreements
+from psgrad.engine.influence.damping_choice import AGREES, RemovalTrial
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
 from psgrad.engine.influence.evaluation.metrics import lds_mean, random_subsets, rows_of
 from psgrad.engine.influence.evaluation.retraining import EnsembleTrainer
@@ -100,10 +100,11 @@ def measured(recipe: Recipe, noise: float) -> dict[str, Any]:
         name: lds_mean(torch.cat([block.scores for block in fit.scores(asked)]).numpy(), subsets, outcomes)
         for name, fit in fits.items()
     }
-    name = f"{chosen.facts['relative_damping']:.3g}"
+    trial = RemovalTrial(rows, decay)
+    name = f"{chosen.facts.relative_damping:.3g}"
     return {
         "lds": scores,
-        "agreement": dict(zip(fits, agreements(fits.values(), decay), strict=True)),
+        "agreement": {name: trial.agreement(fit) for name, fit in fits.items()},
         "chosen": name,
         "gain": scores[name] - scores["1"],
         "fit_seconds": fitted - begun,

@@ -138,7 +138,7 @@ def _row(
             choice._PRECONDITIONER if case.queries < choice._MANY else 0
         )  # which the solver does not count as its own
         row |= {
-            "products": fitted.facts["products"],
+            "products": fitted.facts.solved.products,
             "predicted_products": work.solved_products() - behind,
             "preconditioner": behind,
         }

@@ -137,7 +137,7 @@ def cg(problem: Problem, few: int = 36) -> dict[str, Any]:
             pass
         seconds[f"psgrad, {count} queries"] = time.perf_counter() - start
         facts[f"{count} queries"] = {
-            name: value for name, value in fitted.facts.items() if isinstance(value, (int, float))
+            name: value for name, value in fitted.facts.content().items() if isinstance(value, (int, float))
         }
         print(
             f"  cg: psgrad {count} queries {seconds[f'psgrad, {count} queries']:.1f} s,"

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 import psgrad
 
 ROWS, QUERIES, DECAY = 1100, 360, 1e-3
+COLUMNS = 2048  # of an index
 EPOCHS, CHECKPOINTS, RATE, BATCH = 60, (6, 20, 60), 3e-3, 64
 MODELS = Path(__file__).with_name("review_models.py")
 Array = np.ndarray[Any, Any]
@@ -102,20 +103,31 @@ def write(path: Path, rows: Rows) -> str:
     return str(path)
 
 
-def reviewed(folder: Path, build: str, checkpoints: list[str], head: Rows, **review: Any) -> Any:
-    """The review of a change from base.npz to other rows."""
-    content = {
+def config_of(folder: Path, build: str, checkpoints: list[str], indexed: bool, dtype: str) -> dict[str, Any]:
+    """The config of a review of base.npz. indexed: by an index of the training gradients."""
+    content: dict[str, Any] = {
         "version": 1,
         "model": {"factory": f"{MODELS}:{build}", "checkpoint": checkpoints[-1]},
         "loss": {"name": "cross_entropy"},
         "data": {"path": str(folder / "base.npz"), "inputs": "input", "target": "label", "id": "id"},
         "influence": {"queries": {"path": str(folder / "queries.npz")}},
-        "engine": {"dtype": review.pop("dtype")},
-        "review": {"seconds": 0, **review},
+        "engine": {"dtype": dtype},
+        "review": {"seconds": 0},
         "output": str(folder / "run"),
     }
     if len(checkpoints) > 1:
         content["influence"]["checkpoints"] = checkpoints
+    if indexed:
+        index = {"path": str(folder / "index"), "dimension": COLUMNS}
+        content["influence"] |= {"method": "projected_influence", "index": index}
+    return content
+
+
+def reviewed(
+    folder: Path, build: str, checkpoints: list[str], head: Rows, dtype: str, indexed: bool = False
+) -> Any:
+    """The review of a change from base.npz to other rows."""
+    content = config_of(folder, build, checkpoints, indexed, dtype)
     path = write(folder / "head.npz", head)
     return psgrad.review(content, folder / "base.npz", path, overwrite=True, report=False)
 
@@ -205,26 +217,56 @@ def networks(folder: Path, seeds: int, most: int) -> dict[str, Any]:
     trained(train, 1000, folder)
     write(folder / "base.npz", (train[0].astype(np.float32), *train[1:]))
     write(folder / "queries.npz", (queries[0].astype(np.float32), *queries[1:]))
+    files = [str(folder / f"epoch-{epoch:02d}.safetensors") for epoch in CHECKPOINTS]
+    psgrad.influence_index(config_of(folder, "network", files, True, "float32"))
     before = np.mean([margin(trained(train, seed), queries) for seed in range(seeds)])
     rows: list[dict[str, Any]] = []
     for kind, count in [(kind, count) for count in (5, 10, 20, 40, 80) for kind in KINDS][:most]:
         head = changed(train, later, kind, count, 1)
         real = float(np.mean([margin(trained(head, seed), queries) for seed in range(seeds)]) - before)
         began = time.perf_counter()
-        files = [str(folder / f"epoch-{epoch:02d}.safetensors") for epoch in CHECKPOINTS]
-        found = reviewed(folder, "network", files, (head[0].astype(np.float32), *head[1:]), dtype="float32")
+        single = (head[0].astype(np.float32), *head[1:])
+        predicted = reviewed(folder, "network", files, single, "float32").totals[0].margin_predicted
         seconds = time.perf_counter() - began
-        predicted = found.totals[0].margin_predicted
-        rows.append({"kind": kind, "rows": count, "predicted": predicted, "real": real, "seconds": seconds})
+        by_index = reviewed(folder, "network", files, single, "float32", True).totals[0].margin_predicted
+        row = {"kind": kind, "rows": count, "predicted": predicted, "real": real, "seconds": seconds}
+        rows.append({**row, "by_index": by_index})
         print(f"  {kind}, {count} rows: predicted {predicted:+.3g}, real {real:+.3g}", flush=True)
     harmful = [row["kind"] in HARMFUL for row in rows]
-    one, other = [row["predicted"] for row in rows], [row["real"] for row in rows]
-    return {
-        "seeds": seeds,
-        "changes": rows,
-        "auc": float(roc_auc_score(harmful, [-each for each in one])),
-        "rank_correlation": float(spearmanr(one, other).statistic),
-    }
+    other = [row["real"] for row in rows]
+
+    def agreement(key: str) -> dict[str, float]:
+        one = [row[key] for row in rows]
+        auc = float(roc_auc_score(harmful, [-each for each in one]))
+        return {"auc": auc, "rank_correlation": float(spearmanr(one, other).statistic)}
+
+    by_index = {"columns": COLUMNS, **agreement("by_index")}
+    return {"seeds": seeds, "changes": rows, **agreement("predicted"), "index": by_index}
+
+
+# -- what an index saves -------------------------------------------------------------------------------------
+
+
+def cost(folder: Path) -> dict[str, Any]:
+    """The seconds of a review of 100 rows against 1,000 queries, with and without an index of 20,000 rows."""
+    draw, (inputs, labels, _) = np.random.default_rng(0), digits()[0]
+
+    def drawn(count: int, name: str) -> Rows:
+        rows = draw.integers(len(labels), size=count)
+        noisy = np.clip(inputs[rows] + draw.normal(0, 0.1, (count, 64)), 0, 1).astype(np.float32)
+        return noisy, labels[rows], np.array([f"{name}-{place:05d}" for place in range(count)])
+
+    base, queries = drawn(20_000, "row"), drawn(1000, "query")
+    head = (base[0], np.where(np.arange(20_000) < 100, (base[1] + 1) % 10, base[1]), base[2])
+    save_file(trained(base, 0).state_dict(), folder / "network.safetensors")
+    write(folder / "base.npz", base)
+    write(folder / "queries.npz", queries)
+    files, seconds = [str(folder / "network.safetensors")], {}
+    psgrad.influence_index(config_of(folder, "network", files, True, "float32"))
+    for name, indexed in (("computed", False), ("by_index", True)):
+        found = reviewed(folder, "network", files, head, "float32", indexed)
+        seconds[name] = found.manifest.timings["predict"]
+    return {"training_rows": len(base[1]), "changed": 100, "queries": 1000, "predict_seconds": seconds}
 
 
 # -- a language model ----------------------------------------------------------------------------------------
@@ -310,6 +352,9 @@ def main() -> None:
                 f" {row['slope']:.3f}, {row['steps']} steps",
                 flush=True,
             )
+        with tempfile.TemporaryDirectory() as other:
+            results["cost"] = cost(Path(other))
+        print(f"cost: {results['cost']}", flush=True)
         results["network"] = networks(folder, options.seeds, options.changes)
     print(f"network: AUC {results['network']['auc']:.3f}, rank {results['network']['rank_correlation']:.3f}")
     write_json(options, results)

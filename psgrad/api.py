@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from psgrad.monitoring.lightning_callback import LightningMonitor as LightningMonitor
     from psgrad.monitoring.monitor import monitor as monitor
     from psgrad.monitoring.transformers_callback import GradientMonitor as GradientMonitor
-    from psgrad.run.results import AnalyzeResult, CheckResult, Progress
+    from psgrad.reports.notebook import AnalyzeRun, InfluenceRun
+    from psgrad.run.results import CheckResult, Progress
     from psgrad.run.results.findings import BaselineChange, Comparison
-    from psgrad.run.results.influence import EvaluationResult, IndexResult, InfluenceResult
+    from psgrad.run.results.influence import IndexResult
+    from psgrad.run.results.influence_evaluation import EvaluationResult
     from psgrad.run.results.plan import PlanResult
     from psgrad.run.results.privacy import DPAuditResult, DPPlanResult, DPStepResult
     from psgrad.run.results.privacy_report import BudgetResult, DPReport
@@ -122,32 +124,33 @@ def analyze(
     report: bool = True,
     progress: Say = lambda _: None,
     **objects: Unpack[Objects],
-) -> AnalyzeResult:
+) -> AnalyzeRun:
     """Measure each sample by its own gradient; `psgrad analyze`. The run is in the config's output folder,
     and comes back: `samples` and `parameters` are pandas frames, `measures` what was measured of the whole
-    dataset, `check` the gate's verdict.
+    dataset, `check` the gate's verdict, `plot` the figures.
     """
     from psgrad.commands.analyze import analyze as run_analyze
+    from psgrad.reports.notebook import AnalyzeRun
 
     with config_of(config, objects, resume=resume) as found:
-        return _whole(
-            run_analyze(
-                found,
-                limit=limit,
-                sample=sample,
-                resume=resume,
-                overwrite=overwrite,
-                report=report,
-                progress=progress,
-            )
+        result = run_analyze(
+            found,
+            limit=limit,
+            sample=sample,
+            resume=resume,
+            overwrite=overwrite,
+            report=report,
+            progress=progress,
         )
+        return AnalyzeRun.of(_whole(result))
 
 
-def load_run(run: AnyPath) -> AnalyzeResult:
+def load_run(run: AnyPath) -> AnalyzeRun:
     """A finished run of `analyze`, from its folder, without torch."""
+    from psgrad.reports.notebook import AnalyzeRun
     from psgrad.run.finished import load_run as loaded
 
-    return loaded(Path(run))
+    return AnalyzeRun.of(loaded(Path(run)))
 
 
 def report(run: AnyPath, *, output: AnyPath | None = None) -> WrittenReport:
@@ -216,14 +219,14 @@ def influence(
     report: bool = True,
     progress: Say = lambda _: None,
     **objects: Unpack[Objects],
-) -> InfluenceResult:
-    """Which training examples made the model do this; `psgrad influence`."""
+) -> InfluenceRun:
+    """Which training examples made the model do this; `psgrad influence`. `plot` has the figures."""
     from psgrad.commands.influence import influence as run_influence
+    from psgrad.reports.notebook import InfluenceRun
 
     with config_of(config, objects) as found:
-        return _whole(
-            run_influence(found, overwrite=overwrite, matrix=matrix, report=report, progress=progress)
-        )
+        result = run_influence(found, overwrite=overwrite, matrix=matrix, report=report, progress=progress)
+        return InfluenceRun.of(_whole(result))
 
 
 def review(

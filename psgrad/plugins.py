@@ -33,7 +33,6 @@ class PluginKind:
         word: as in messages.
         base: `module:Class` that each of them derives from.
         key: where the config names it.
-        page: shows how to write one.
         failed: the error for one that fails as it is made.
     """
 
@@ -41,42 +40,19 @@ class PluginKind:
     group: Group
     base: str
     key: str
-    page: str
     failed: type[PsgradError]
 
 
 MEASURES = PluginKind(
-    "measure",
-    "measures",
-    "psgrad.engine.measures.measure:Measure",
-    "analyze.measures",
-    "docs/reference/measures.md",
-    MeasureError,
+    "measure", "measures", "psgrad.engine.measures.measure:Measure", "analyze.measures", MeasureError
 )
 METHODS = PluginKind(
-    "method",
-    "methods",
-    "psgrad.engine.influence.method:Method",
-    "influence.method",
-    "docs/guides/influence.md",
-    InfluenceError,
+    "method", "methods", "psgrad.engine.influence.method:Method", "influence.method", InfluenceError
 )
 DETECTORS = PluginKind(
-    "detector",
-    "detectors",
-    "psgrad.quality.detector:Detector",
-    "analyze.outliers.detectors",
-    "CONTRIBUTING.md",
-    ConfigError,
+    "detector", "detectors", "psgrad.quality.detector:Detector", "analyze.outliers.detectors", ConfigError
 )
-LOSSES = PluginKind(
-    "loss",
-    "losses",
-    "psgrad.data.loss:Loss",
-    "loss",
-    "CONTRIBUTING.md",
-    LossError,
-)
+LOSSES = PluginKind("loss", "losses", "psgrad.data.loss:Loss", "loss", LossError)
 KINDS = (MEASURES, METHODS, DETECTORS, LOSSES)
 
 
@@ -150,7 +126,7 @@ def _checked(kind: PluginKind, name: str, found: Any) -> type[Any]:
         raise ConfigError(
             f"{kind.key}: {name} is no {kind.word}; expected a class that derives from {base}, a dataclass"
             " of its options",
-            hint=f"{kind.page} shows one",
+            hint="docs/guides/extending.md shows one",
         )
     if undefined:
         raise ConfigError(

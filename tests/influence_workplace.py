@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import torch
 import yaml
+from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from torch import nn
 
@@ -77,6 +78,17 @@ class InfluenceWorkplace(Workplace):
         outcome = self.influence(*options)
         assert outcome.code == 0, outcome.err
         return pd.read_parquet(self.folder / "out" / "scores.parquet")
+
+    def matrix(self, *options: str) -> dict[str, np.ndarray]:
+        """matrix.safetensors of a run that ends well."""
+        self.ranked("--matrix", "--overwrite", *options)
+        return load_file(self.folder / "out" / "matrix.safetensors")
+
+    def products(self, model: nn.Module | None = None) -> np.ndarray:
+        """[n, m]: the inner products of gradients, by a loop, of the workplace's model or another one."""
+        model = self.model if model is None else model
+        training = loop_of_gradients(model, self.arrays["x"], self.arrays["y"])
+        return (training @ loop_of_gradients(model, self.queries["x"], self.queries["y"]).T).numpy()
 
     def samples_of_queries(self) -> list[int]:
         """The query_index of each row of the last run's table."""

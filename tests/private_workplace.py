@@ -35,7 +35,7 @@ EXACT: dict[str, Any] = {
 
 def leave_out_slow_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have private runs draw no figures, and state no epsilon by PLD, which take longest."""
-    monkeypatch.setattr("psgrad.commands.private_steps.write_plots", lambda result, folder, unit: None)
+    monkeypatch.setattr("psgrad.reports.figures.Plot.png", lambda plot: b"a figure")
     monkeypatch.setattr(
         "psgrad.commands.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
     )

@@ -173,6 +173,12 @@ def samples_of(
     return load_data(section, folder, pretrained=pretrained)
 
 
+def text_of(samples: Samples, ids: Sequence[int]) -> str:
+    """The text of these ids, by the samples' own tokenizer."""
+    assert samples.tokenizer is not None
+    return "".join(samples.tokenizer.pieces(ids))
+
+
 def refusal_of(error_kind: type[PsgradError], *arguments: Any, **options: Any) -> str:
     """What `samples_of`, or reading all of its rows, is refused with."""
     try:

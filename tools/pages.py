@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 from tools import (
+    benchmarks_page,
     commands_page,
     config_page,
     influence_page,
@@ -24,6 +25,7 @@ GENERATORS = (
     measures_page,
     operators_page,
     influence_page,
+    benchmarks_page,
 )
 """Each has a PAGE and a function `page(text) -> str`: the whole page as it has to be, from the page as it is.
 """

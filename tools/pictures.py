@@ -2,7 +2,7 @@
 
     python -m tools.pictures [NAME ...]      # such as digits-report; without names all
 
-The picture of the report needs Chromium and Playwright (`pip install -e ".[browser]"`). docs/dp-accuracy.png
+The pictures of reports need Chromium and Playwright (`pip install -e ".[browser]"`). docs/dp-accuracy.png
 takes many trainings: `python benchmarks/dp_utility.py --plot docs/dp-accuracy.png` makes it.
 """
 
@@ -27,21 +27,32 @@ def psgrad(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "psgrad", *arguments], cwd=ROOT, check=True)
 
 
-def digits_report(target: Path, folder: Path) -> None:
-    """The top of the report of configs/digits.yaml, as a browser shows it."""
+def picture_of(report: Path, target: Path) -> None:
+    """The top of a page, as a browser shows it."""
     from playwright.sync_api import sync_playwright
 
-    psgrad("analyze", "configs/digits.yaml", "--output", str(folder / "run"))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
-        page.goto((folder / "run" / "report.html").as_uri())
+        page.goto(report.as_uri())
         page.screenshot(path=target)
         browser.close()
 
 
+def digits_report(target: Path, folder: Path) -> None:
+    psgrad("analyze", "configs/digits.yaml", "--output", str(folder / "run"))
+    picture_of(folder / "run" / "report.html", target)
+
+
+def influence_report(target: Path, folder: Path) -> None:
+    options = ("--set", "influence.queries.rows=[5]", "--output", str(folder / "run"))
+    psgrad("influence", "configs/digits-influence.yaml", *options)
+    picture_of(folder / "run" / "report.html", target)
+
+
 PICTURES: Mapping[str, Callable[[Path, Path], None]] = {
     "digits-report": digits_report,
+    "influence-report": influence_report,
 }
 """name -> what makes docs/<name>.png, from the path of the picture and an empty folder."""
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from enum import StrEnum
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Protocol, Self, TextIO
 
 import typer
@@ -73,11 +74,14 @@ ProgressOption = Annotated[
 def progress_display(
     style: ProgressStyle = ProgressStyle.auto, stream: TextIO | None = None
 ) -> ProgressDisplay:
-    """The display of that style on the stream, by default stderr; FORCE_COLOR makes no terminal of a file."""
+    """The display of that style on the stream, by default stderr; FORCE_COLOR makes no terminal of a file.
+    auto in a notebook: a bar where ipywidgets is installed, which rich needs for it.
+    """
     stream = stream or sys.stderr
     if style is ProgressStyle.none:
         return ProgressDisplay()
     watched = stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("CI")
+    watched = watched or (Console(file=stream).is_jupyter and find_spec("ipywidgets") is not None)
     bar = watched if style is ProgressStyle.auto else style is ProgressStyle.bar
     return BarDisplay(stream) if bar else PlainDisplay(stream)
 

@@ -245,7 +245,7 @@ class Analysis:
             return [], {}, frozenset()
         inputs = top_inputs(samples, judged.frame, max(_PICTURES, config.analyze.top), measures)
         words = vocabulary_of(samples, measures.values())
-        return inputs, words, samples.special_tokens() if words else frozenset()
+        return inputs, words, samples.tokenizer.special_tokens if words and samples.tokenizer else frozenset()
 
     def facts(self, measured: Measured, judged: OutlierTable, run: Run[Processes]) -> dict[str, Any]:
         """What the manifest says of the finished passes, by the names of its parts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,9 +12,17 @@ import torch
 
 from psgrad.commands.influence_check import check_removals, with_weight_decay
 from psgrad.commands.influence_index import open_index, stored_row_norms
-from psgrad.commands.influence_scores import Scores, answered, marked_beyond_loss, rank, require_room
+from psgrad.commands.influence_scores import (
+    Scores,
+    answered,
+    marked_beyond_loss,
+    of_all,
+    rank,
+    require_memory,
+)
 from psgrad.commands.influence_setup import (
     InfluenceSetup,
+    ScreenedRows,
     Warnings,
     described,
     errors_of_own_method,
@@ -22,33 +30,38 @@ from psgrad.commands.influence_setup import (
     unit_of,
     without_nonfinite,
 )
-from psgrad.commands.influence_tables import query_table, training_table, write_tables
 from psgrad.commands.influence_tokens import require_tokens, token_pairs
 from psgrad.commands.run_manifest import describe_run
 from psgrad.config import Config
 from psgrad.data.previews import input_of
-from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.index.build import from_index
 from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.ranking import divisor, joined_self
-from psgrad.engine.influence.solvers.choice import solved_products
-from psgrad.reports.words import duration
+from psgrad.run import RunFolder
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.results import Say
-from psgrad.run.results.influence import InfluenceResult, RemovalCheck, shown_queries, shown_rows
+from psgrad.run.results.influence import (
+    QUERY_COLUMNS,
+    SIGN,
+    TRAINING_COLUMNS,
+    InfluenceResult,
+    RemovalCheck,
+    harmful_rows,
+    shown_queries,
+    shown_rows,
+)
 from psgrad.run.results.influence_details import QuestionTables, TokenPair
 from psgrad.run.results.manifest import Counts
 from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
+from psgrad.wording import first_of
 
 # Figures of the report: how many queries, and for each how many examples of either sign.
 _SHOWN_QUERIES = 6
 _SHOWN_EXAMPLES = 8
-# Seconds that self-influence, by one solve for each example, may be predicted to take where the config leaves
-# it open.
-_SELF_SECONDS = 30.0
+_NAMED = 5  # rows in a warning
 
 AnyRun = Run[Any]
 
@@ -74,7 +87,7 @@ def influence(
     processes = OneProcess() if processes is None else processes
     run, warnings = Run.open(config.output, processes, progress, overwrite=overwrite), Warnings(progress)
     with run.clock("load"):
-        setup = set_up_influence(config, warnings, progress, processes).watched(run.passes())
+        setup = set_up_influence(config, run, warnings)
         require_tokens(setup)
         index = None if config.influence.index is None else open_index(config, setup.run)
         if index is not None:
@@ -118,7 +131,7 @@ class Scored:
 
     setup: without the rows that have no score. queries, training: the tables of the result. scores: their
     `pairs` marked where they predict too much. fitted: the method at each checkpoint, and own [n] the
-    self-influences, for the check of removals.
+    self-influences, for the check of removals. facts: of each fit.
     """
 
     setup: InfluenceSetup
@@ -128,6 +141,7 @@ class Scored:
     questions: QuestionTables
     tokens: list[TokenPair]
     fitted: Sequence[Fitted]
+    facts: list[dict[str, Any]]
     own: np.ndarray | None
 
 
@@ -139,7 +153,7 @@ def scored(
     with clock("screening"):
         stored = None if index is None else stored_row_norms(index)
         setup, screening = without_nonfinite(setup, warnings, stored)
-    require_room(setup, matrix)
+    require_memory(setup, matrix)
     with errors_of_own_method(wanted.method.name):
         with clock("weight decay"):
             setup = with_weight_decay(setup, screening.training.norms[screening.kept], warnings)
@@ -156,7 +170,8 @@ def scored(
             scores = rank(setup, fitted, divisors, shown, keep, run.progress)
             tokens = token_pairs(setup, fitted, scores.pairs, shown)
         with clock("self-influence"):
-            own = self_influence(setup, fitted, clock.seconds["scores"], warnings)
+            own = self_influence(setup, fitted, warnings)
+        facts = [each.facts.content() for each in fitted]
     if described(setup).predicts_removal:
         known = queries[queries["status"] == "ok"].set_index("index")["measurement"]
         scores = replace(scores, pairs=marked_beyond_loss(setup, scores.pairs, known, warnings))
@@ -172,6 +187,7 @@ def scored(
         questions,
         tokens,
         fitted,
+        facts,
         own,
     )
 
@@ -179,7 +195,7 @@ def scored(
 def result_of(found: Scored, run: AnyRun, warnings: Warnings) -> InfluenceResult:
     """The result of a run: all but what a check of removals adds."""
     setup, queries, training, pairs = found.setup, found.queries, found.training, found.scores.pairs
-    fit, unit, size = [each.facts for each in found.fitted], unit_of(setup, found.fitted), run.processes.size
+    fit, unit, size = found.facts, unit_of(setup, found.fitted), run.processes.size
     before, larger_is_worse = run.manifest.influence.queries, setup.measurement.sign > 0
     facts = run.add(
         influence=replace(described(setup), queries=before, unit=unit, fit=fit, warnings=warnings.messages),
@@ -224,33 +240,99 @@ def checked(found: Scored, run: AnyRun, warnings: Warnings) -> RemovalCheck | No
         return check_removals(setup, found.fitted, found.scores.pairs, found.own, warnings, run.clock.count)
 
 
-def self_influence(
-    setup: InfluenceSetup, fitted: Sequence[Fitted], seconds: float, say: Warnings
-) -> np.ndarray | None:
+def self_influence(setup: InfluenceSetup, fitted: Sequence[Fitted], say: Warnings) -> np.ndarray | None:
     """[n]: each training example's influence on itself, over checkpoints as scores are; None where the config
-    leaves it out, or where it is predicted to take long and the config leaves that open. seconds: what the
-    scores of the queries took.
+    leaves it out, or where it takes a solve an example and the config leaves that open.
     """
     wanted = setup.run.config.influence.self_influence
     if wanted == "never":
         return None
-    if not all(each.has_self_influence for each in fitted):
-        n, m = len(setup.training_rows), len(setup.query_rows)
-        if any(each.solver() is None for each in fitted) and wanted == "auto":  # a method without one
-            return None
-        # The first process's seconds, so that all choose alike.
-        spent = setup.processes.agreed("time", lambda: [round(seconds * 1e6)])[0] / 1e6
-        predicted = spent * solved_products(n) / solved_products(m)
-        large = output_size(setup.views[0].training) > LARGEST_OUTPUT  # which exact and dual don't take
-        words = (
-            f"self-influence takes a solve for each of the {n:,} training examples, predicted to take"
-            f" {duration(predicted)}"
-        )
-        other = f"{'curvature: fisher' if large else 'solver: exact or dual'} has it for the price of scores"
-        if wanted == "auto" and predicted > _SELF_SECONDS:
-            say(f"{words}, and is left out; {other}; self_influence: always computes it")
-            return None
-        if predicted > _SELF_SECONDS:
-            say(f"{words}; {other}; self_influence: never leaves it out")
+    if wanted == "auto" and not all(each.has_self_influence for each in fitted):
+        if all(each.solver() is not None for each in fitted):
+            say(
+                f"self-influence is left out, as it takes a solve for each of {len(setup.training_rows):,}"
+                " training examples; self_influence: always computes it"
+            )
+        return None
     found = [torch.cat([block.self_influence for block in each.self_influence()]) for each in fitted]
     return joined_self(setup.method, found).numpy()
+
+
+# -- tables --------------------------------------------------------------------------------------------------
+
+
+def query_table(
+    setup: InfluenceSetup,
+    screening: ScreenedRows,
+    scores: Scores | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> pd.DataFrame:
+    """One row for each query, excluded ones too; see QUERY_COLUMNS. scores: once there are some; queries that
+    have no proponent and no opponent are then named.
+    """
+    reader, rows = setup.query_reader, setup.requested_rows
+    targets = reader.targets_at(rows)
+    columns: dict[str, Any] = {
+        "id": reader.samples.ids[rows],
+        "index": rows,
+        **({} if targets is None else {"target": targets}),
+        **screening.queries.columns,
+        "measurement": setup.measurement.sign * screening.queries.losses,
+        "status": np.where(screening.asked, "ok", "nonfinite"),
+    }
+    if scores is not None:
+        out = np.setdiff1d(setup.query_rows, scores.pairs["query_index"])
+        if len(out):
+            say(
+                f"{len(out):,} of {len(setup.query_rows):,} queries have no score but zeros and NaN, and no"
+                f" ranking: {first_of(list(map(str, reader.samples.ids[out])), _NAMED)}"
+            )
+        if len(scores.agreement):
+            known = pd.Series(scores.agreement, index=setup.query_rows)
+            columns["agreement"] = known.reindex(rows).to_numpy()
+    return pd.DataFrame({name: columns[name] for name in QUERY_COLUMNS if name in columns})
+
+
+def training_table(
+    setup: InfluenceSetup, screening: ScreenedRows, overall: np.ndarray, own: np.ndarray | None
+) -> pd.DataFrame:
+    """One row for each training example, excluded ones too; see TRAINING_COLUMNS. overall: [n], the mean of
+    its scores over the queries. own: [n], its self-influence.
+    """
+    reader, everything = setup.run.reader, np.arange(len(setup.run.samples))
+    targets = reader.targets_at(everything)
+    columns = {
+        "id": setup.run.samples.ids,
+        "index": everything,
+        **({} if targets is None else {"target": targets}),
+        **screening.training.columns,
+        "loss": screening.training.losses,
+        "grad_norm": screening.training.norms,
+        **({} if own is None else {"self_influence": of_all(setup, own)}),
+        "overall": of_all(setup, overall),
+        "status": np.where(screening.kept, "ok", "nonfinite"),
+    }
+    return pd.DataFrame({name: columns[name] for name in TRAINING_COLUMNS if name in columns})
+
+
+def write_tables(result: InfluenceResult, matrix: Mapping[str, np.ndarray] | None, folder: RunFolder) -> None:
+    """scores.parquet and scores.csv, self_influence.parquet, queries.parquet, harmful.csv, the answers to the
+    config's questions, and the matrix where it is wanted.
+    """
+    # pandas keeps `attrs` in the file's metadata; a CSV file has none, and says it in a column.
+    for name, frame in (("scores.parquet", result.scores), ("self_influence.parquet", result.training)):
+        said = frame.copy()
+        said.attrs = {"unit": result.unit, "sign": SIGN, "predicts_removal": result.predicts_removal}
+        folder.write_table(name, said)
+    folder.write_csv("scores.csv", result.scores.assign(unit=result.unit))
+    folder.write_table("queries.parquet", result.queries)
+    folder.write_csv("harmful.csv", harmful_rows(result.training))
+    for name, frame in result.questions.files().items():
+        folder.write_table(name, frame)
+    if result.tokens:
+        tables = [pair.table() for pair in result.tokens]
+        folder.write_table("tokens.parquet", pd.concat(tables, ignore_index=True))
+    if matrix is not None:
+        from safetensors.numpy import save
+
+        folder.write_bytes("matrix.safetensors", save(dict(matrix)))

@@ -6,10 +6,9 @@ strongest proponents of a query (removal).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,9 +17,7 @@ from psgrad.commands.influence_retraining import (
     Array,
     Evaluation,
     Fits,
-    all_scores,
     evaluation_of,
-    fitted_methods,
 )
 from psgrad.commands.influence_setup import (
     InfluenceSetup,
@@ -34,6 +31,9 @@ from psgrad.config import Config, EvaluationKind
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.evaluation.controls import NEIGHBOUR, NORM, RANDOM, own_controls
 from psgrad.engine.influence.evaluation.metrics import (
+    LDSScore,
+    LOOScore,
+    RemovalScore,
     ceiling,
     choose_removals,
     lds,
@@ -44,12 +44,18 @@ from psgrad.engine.influence.evaluation.metrics import (
     strongest,
 )
 from psgrad.engine.influence.evaluation.retraining import seed_of
-from psgrad.engine.influence.evaluation.statistics import Interval, self_influences
+from psgrad.engine.influence.evaluation.statistics import self_influences
 from psgrad.errors import ConfigError
 from psgrad.reports.evaluation_plots import evaluation_plots
 from psgrad.run import RunFolder
 from psgrad.run.results import Say
-from psgrad.run.results.influence import EVALUATION_FILE, EvaluationResult, evaluation_content
+from psgrad.run.results.influence_evaluation import (
+    EVALUATION_COLUMNS,
+    EVALUATION_FILE,
+    EvaluationResult,
+    Retrained,
+    evaluation_content,
+)
 from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
 
@@ -90,7 +96,7 @@ def evaluate_influence(
     say = Warnings(progress, "evaluation")
     with run.clock("load"):
         require_evaluable(config)
-        setup = set_up_influence(config, say, progress, processes)
+        setup = set_up_influence(config, run, say)
     if not processes.leads:
         _evaluated(setup, kind, run, say)
         return None
@@ -102,34 +108,34 @@ def evaluate_influence(
         result = EvaluationResult(
             kind=kind,
             method=evaluation.main,
-            table=found.table,
-            facts=found.facts,
-            details=found.details,
+            table=table_of(kind, found),
+            retrained=found.retrained,
+            details=details_of(found, setup.query_reader.samples.ids[found.asked]),
             unit=setup.measurement.change,
             folder=run.path,
             points=found.points,
-            notes=[*evaluation.notes, *say.messages],
+            notes=say.messages,
             manifest=run.manifest,
         )
-        facts = run.add(
+        manifest = run.add(
             influence=described(evaluation.setup),
             engine=replace(run.manifest.engine, **setup.run.counts.facts()),
             evaluation=evaluation_content(result),
         )
-        result = replace(result, manifest=facts)
+        result = replace(result, manifest=manifest)
         write_files(result, run.folder)
     return result
 
 
 def _evaluated(
     setup: InfluenceSetup, kind: EvaluationKind, run: Run[Processes], say: Warnings
-) -> tuple[Evaluation, EvaluationTables]:
+) -> tuple[Evaluation, EvaluationScores]:
     """What all processes compute together: the evaluation, and what it found."""
     with run.clock("screening"):
         setup, _ = without_nonfinite(setup, say)
     run.processes.agreed("the folder", list)  # which the first process has made by then
     with run.clock("evaluation"):
-        evaluation = evaluation_of(setup, run.folder, run.progress)
+        evaluation = evaluation_of(setup, run.folder, run.progress, say)
         found = EVALUATIONS[kind](evaluation)
     return evaluation, found
 
@@ -156,17 +162,25 @@ def write_files(result: EvaluationResult, folder: RunFolder) -> None:
 # -- the kinds -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class EvaluationTables:
-    """What an evaluation found; see EvaluationResult."""
+Score = LDSScore | LOOScore | RemovalScore
 
-    table: pd.DataFrame
-    facts: dict[str, Any]
-    details: pd.DataFrame
+
+@dataclass(frozen=True)
+class EvaluationScores:
+    """What an evaluation found.
+
+    scores: of each method and control (of removal, for each number of removed examples), in the order of the
+    table. controls: the names of these. asked: [m], the rows of the queries. points: see EvaluationResult.
+    """
+
+    scores: Sequence[tuple[str, Score]]
+    controls: set[str]
+    asked: Array
+    retrained: Retrained
     points: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
-def evaluate_lds(evaluation: Evaluation) -> EvaluationTables:
+def evaluate_lds(evaluation: Evaluation) -> EvaluationScores:
     """Linear datamodeling scores over retrained subsets."""
     wanted, asked, n = evaluation.wanted, evaluation.asked, len(evaluation.training)
     if not 0 < round(wanted.fraction * n) < n:
@@ -175,68 +189,41 @@ def evaluate_lds(evaluation: Evaluation) -> EvaluationTables:
             f" {round(wanted.fraction * n)} of them",
             hint="a subset has some of the examples, and lacks some",
         )
-    fits = fitted_methods(evaluation)
+    fits = evaluation.fitted()
     subsets = random_subsets(n, wanted.subsets, wanted.fraction, np.random.default_rng([wanted.seed, 3]))
     sets = {f"subset {number}": rows for number, rows in enumerate(rows_of(subsets))}
     outcomes = evaluation.retrained(
         sets, asked, lambda number, repeat: seed_of(wanted.seed, 1, number, repeat)
     )
     truth = np.stack(list(outcomes.values()))  # [S, R, m]
-    scores, names = all_scores(evaluation, fits, asked)
-    found = lds(scores, subsets, truth, evaluation.main)
-    rows = [
-        {
-            "method": name,
-            "control": name in names,
-            "mean": score.mean,
-            **ends(score.interval),
-            "ahead": score.ahead,
-            **ends(score.ahead_interval, "ahead_"),
-            "undefined": score.undefined,
-        }
-        for name, score in found.items()
-    ]
-    facts = {
-        "subsets": wanted.subsets,
-        "fraction": wanted.fraction,
-        "seeds": evaluation.seeds,
-        "queries": len(asked),
-        "models": len(sets) * evaluation.seeds,
-        **ceiling_facts(truth),
-    }
-    details = per_query(evaluation, asked, {name: score.per_query for name, score in found.items()})
-    return EvaluationTables(frame(rows), facts, details)
+    scores, names = evaluation.scores(fits, asked)
+    retrained = Retrained(
+        len(asked),
+        evaluation.seeds,
+        len(sets) * evaluation.seeds,
+        subsets=wanted.subsets,
+        fraction=wanted.fraction,
+    )
+    found = list(lds(scores, subsets, truth, evaluation.main).items())
+    return EvaluationScores(found, names, asked, with_ceiling(retrained, truth))
 
 
-def evaluate_loo(evaluation: Evaluation) -> EvaluationTables:
+def evaluate_loo(evaluation: Evaluation) -> EvaluationScores:
     """Leave-one-out rises by retraining."""
     wanted, setup, n = evaluation.wanted, evaluation.setup, len(evaluation.training)
     if n < _FEWEST:
         raise ConfigError(
             f"there are {n} training examples to leave out, one at a time; a correlation takes {_FEWEST}"
         )
-    fits = fitted_methods(evaluation)
+    fits, asked = evaluation.fitted(), evaluation.asked
     random, highest = np.random.default_rng([wanted.seed, 4]), wanted.removals // _HIGHEST
     removed = choose_removals(_own_influence(evaluation, fits), wanted.removals, highest, random)
-    scores, names = all_scores(evaluation, fits, evaluation.asked)
+    scores, names = evaluation.scores(fits, asked)
     left = {f"all but example {row}": np.delete(np.arange(n), row) for row in removed}
-    everything, without, models = without_rows(evaluation, left, evaluation.asked)
+    everything, without, models = without_rows(evaluation, left, asked)
     rises = np.stack(list(without.values())) - everything
     actual = rises.mean(1)
-    found = leave_one_out(scores, removed, actual)
-    rows = []
-    for name, score in found.items():
-        values = {key: value for key, value in asdict(score).items() if key not in ("per_query", "interval")}
-        rows.append({"method": name, "control": name in names, **ends(score.interval), **values})
-    facts = {
-        "removals": len(removed),
-        "highest": min(highest, len(removed)),
-        "seeds": evaluation.seeds,
-        "queries": len(evaluation.asked),
-        "models": models,
-        **ceiling_facts(rises),
-    }
-    query_ids = setup.query_reader.samples.ids[evaluation.asked]
+    query_ids = setup.query_reader.samples.ids[asked]
     points = pd.DataFrame(
         {
             "train_id": np.repeat(setup.run.samples.ids[setup.training_rows][removed], len(query_ids)),
@@ -245,8 +232,15 @@ def evaluate_loo(evaluation: Evaluation) -> EvaluationTables:
             "actual": actual.ravel(),
         }
     )
-    correlations = {name: score.per_query for name, score in found.items()}
-    return EvaluationTables(frame(rows), facts, per_query(evaluation, evaluation.asked, correlations), points)
+    retrained = Retrained(
+        len(asked),
+        evaluation.seeds,
+        models,
+        removals=len(removed),
+        highest=min(highest, len(removed)),
+    )
+    found = list(leave_one_out(scores, removed, actual).items())
+    return EvaluationScores(found, names, asked, with_ceiling(retrained, rises), points)
 
 
 def _own_influence(evaluation: Evaluation, fits: Fits) -> Array:
@@ -256,14 +250,14 @@ def _own_influence(evaluation: Evaluation, fits: Fits) -> Array:
     method, fitted = fits[evaluation.main]
     if all(one.has_self_influence for one in fitted):
         return self_influences(method, fitted)
-    evaluation.notes.append(
+    evaluation.say(
         f"{evaluation.main} has no cheap self-influence: the removals with the highest gradient norm"
         " are taken in its place"
     )
     return own_controls(evaluation.training)[NORM]
 
 
-def evaluate_removal(evaluation: Evaluation) -> EvaluationTables:
+def evaluate_removal(evaluation: Evaluation) -> EvaluationScores:
     """Rises of queries whose strongest proponents are left out."""
     wanted, n = evaluation.wanted, len(evaluation.training)
     if max(wanted.ks) >= n:
@@ -273,7 +267,7 @@ def evaluate_removal(evaluation: Evaluation) -> EvaluationTables:
         )
     count = min(_EXPLAINED, len(evaluation.asked))
     asked = np.sort(np.random.default_rng([wanted.seed, 5]).choice(evaluation.asked, count, replace=False))
-    scores, names = all_scores(evaluation, fitted_methods(evaluation), asked, only=(RANDOM, NEIGHBOUR))
+    scores, names = evaluation.scores(evaluation.fitted(), asked, only=(RANDOM, NEIGHBOUR))
 
     def label(name: str, k: int, query: int) -> str:
         return f"all but the {k} strongest of query {asked[query]} by {name}"
@@ -293,26 +287,12 @@ def evaluate_removal(evaluation: Evaluation) -> EvaluationTables:
         }
         for name in scores
     }
-    rows, details = [], []
-    for name, by_count in removal(rises, evaluation.main).items():
-        for k, score in by_count.items():
-            rows.append(
-                {
-                    "method": name,
-                    "control": name in names,
-                    "removed": k,
-                    "rise": score.rise,
-                    **ends(score.interval),
-                    "ahead": score.ahead,
-                    **ends(score.ahead_interval, "ahead_"),
-                }
-            )
-            details.append(per_query(evaluation, asked, {name: score.per_query}).assign(removed=k))
-    facts = {"queries": count, "seeds": evaluation.seeds, "models": models}
-    return EvaluationTables(frame(rows), facts, pd.concat(details, ignore_index=True))
+    curves = removal(rises, evaluation.main)
+    found = [(name, score) for name, curve in curves.items() for score in curve.values()]
+    return EvaluationScores(found, names, asked, Retrained(count, evaluation.seeds, models))
 
 
-EVALUATIONS: dict[EvaluationKind, Callable[[Evaluation], EvaluationTables]] = {
+EVALUATIONS: dict[EvaluationKind, Callable[[Evaluation], EvaluationScores]] = {
     "lds": evaluate_lds,
     "loo": evaluate_loo,
     "removal": evaluate_removal,
@@ -341,32 +321,43 @@ def without_rows(
     return trained["all examples"], by_set, len(trained) * evaluation.seeds
 
 
-def ceiling_facts(outcomes: Array) -> dict[str, float | None]:
-    """How much of the outcomes is noise of retraining; None for all of it where each was trained once."""
+def with_ceiling(retrained: Retrained, outcomes: Array) -> Retrained:
+    """With how much of the outcomes [S, R, m] can be predicted, where each was trained several times."""
     found = ceiling(outcomes)
-    numbers = (None, None, None) if found is None else (found.best, found.single, found.reliability)
-    return dict(zip(("ceiling", "single_seed", "reliability"), numbers, strict=True))
+    if found is None:
+        return retrained
+    return replace(retrained, ceiling=found.best, single_seed=found.single, reliability=found.reliability)
 
 
-def ends(interval: Interval | None, start: str = "") -> dict[str, float | None]:
-    """An interval as two columns, whose names begin with `start`."""
-    low, high = interval or (None, None)
-    return {f"{start}low": low, f"{start}high": high}
-
-
-def per_query(evaluation: Evaluation, asked: Array, values: dict[str, Array]) -> pd.DataFrame:
-    """One row for each method and query."""
-    ids = evaluation.setup.query_reader.samples.ids[asked]
-    parts = [
-        pd.DataFrame({"method": name, "query_id": ids, "query_index": asked, "value": column})
-        for name, column in values.items()
+def table_of(kind: EvaluationKind, found: EvaluationScores) -> pd.DataFrame:
+    """See EvaluationResult.table."""
+    rows = [
+        {"method": name, "control": name in found.controls, **columns_of(score)}
+        for name, score in found.scores
     ]
+    return pd.DataFrame(rows)[["method", "control", *EVALUATION_COLUMNS[kind]]]
+
+
+def columns_of(score: Score) -> dict[str, float]:
+    """The fields of a score as columns, NaN where one is None: an interval is two, such as `ahead_low` and
+    `ahead_high`.
+    """
+    columns = {}
+    for each in fields(score):
+        value = getattr(score, each.name)
+        if each.name.endswith("interval"):
+            start = each.name.removesuffix("interval")
+            columns[f"{start}low"], columns[f"{start}high"] = value or (np.nan, np.nan)
+        elif each.name != "per_query":
+            columns[each.name] = np.nan if value is None else value
+    return columns
+
+
+def details_of(found: EvaluationScores, query_ids: Array) -> pd.DataFrame:
+    """One row for each score and query."""
+    parts = []
+    for name, score in found.scores:
+        columns = {"method": name, "query_id": query_ids, "query_index": found.asked}
+        part = pd.DataFrame(columns | {"value": score.per_query})
+        parts.append(part.assign(removed=score.removed) if isinstance(score, RemovalScore) else part)
     return pd.concat(parts, ignore_index=True)
-
-
-def frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """A table whose missing numbers are NaN."""
-    table = pd.DataFrame(rows)
-    numbers = table.columns.difference(["method", "control"])
-    objects = [name for name in numbers if table[name].dtype == object]
-    return table.astype(dict.fromkeys(objects, float))

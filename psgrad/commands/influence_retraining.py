@@ -9,7 +9,7 @@ import io
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,19 +48,22 @@ class Evaluation:
     """What an evaluation compares, and the models that it compares with.
 
     methods: by the names that they have in tables, the config's first. asked: [m] the rows of the query data
-    that are reported on. train: makes models of jobs. fingerprint: of what their measurements depend on.
-    notes: sentences for people, to which those about left-out methods are added.
+    that are reported on. train: makes models of jobs. fingerprint: of what their measurements depend on. say:
+    called with sentences for people.
     """
 
     setup: InfluenceSetup
-    wanted: EvaluationConfig
     methods: dict[str, Method]
     asked: Array
     train: Trainer
     store: ShardStore
     fingerprint: str
     progress: Say
-    notes: list[str] = field(default_factory=list)
+    say: Callable[[str], None]
+
+    @property
+    def wanted(self) -> EvaluationConfig:
+        return self.setup.run.config.influence.evaluate
 
     @property
     def main(self) -> str:
@@ -108,6 +111,43 @@ class Evaluation:
         )
         return dict(zip(sets, outcomes.reshape(len(sets), self.seeds, -1), strict=True))
 
+    def fitted(self) -> Fits:
+        """name -> (method, fitted at each checkpoint). A compared method that has no scores is named and left
+        out; the config's raises.
+        """
+        found: Fits = {}
+        for name, method in self.methods.items():
+            with self._or_left_out(name):
+                found[name] = method, self.setup.fitted(method)
+        return found
+
+    def scores(
+        self, fits: Fits, asked: Array, only: Collection[str] | None = None
+    ) -> tuple[dict[str, Array], set[str]]:
+        """(name -> [n, m] of methods and controls, the names of the controls). only: which of these."""
+        queries, divided_by = self.queries(asked), self.setup.run.config.influence.normalize
+        scores = {}
+        for name, (method, fitted) in fits.items():
+            normalize = divided_by if name == self.main and divided_by != "none" else None
+            with self._or_left_out(name):
+                scores[name] = score_matrix(method, fitted, queries, normalize)
+        beside, notes = controls(self.training, queries[0], self.wanted.seed)
+        for note in notes:
+            self.say(note)
+        beside = {name: matrix for name, matrix in beside.items() if only is None or name in only}
+        return {**scores, **beside}, set(beside)
+
+    @contextmanager
+    def _or_left_out(self, name: str) -> Iterator[None]:
+        """A compared method that fails inside is reported; the config's own raises InfluenceError."""
+        try:
+            with errors_of_own_method(name.partition(" (")[0]):  # without options, as a config names it
+                yield
+        except InfluenceError as error:
+            if name == self.main:
+                raise
+            self.say(f"left out: {name}, as {error.message}")
+
 
 class ShardStore:
     """Arrays as files of a run folder."""
@@ -130,7 +170,9 @@ class ShardStore:
         self._folder.write_bytes(f"{RETRAINED}/{name}.npy", buffer.getvalue())
 
 
-def evaluation_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Evaluation:
+def evaluation_of(
+    setup: InfluenceSetup, folder: RunFolder, progress: Say, say: Callable[[str], None]
+) -> Evaluation:
     """The evaluation that a config describes. Raises ConfigError for methods or a training function that are
     not there.
     """
@@ -146,42 +188,36 @@ def evaluation_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Ev
     asked = setup.query_rows
     if wanted.queries is not None and wanted.queries < len(asked):  # a random choice of them, in order
         asked = np.sort(np.random.default_rng([wanted.seed, 2]).choice(asked, wanted.queries, replace=False))
-    methods = compared(config, setup.method)
-    notes = [*_notes_on_training(setup, fresh), *_notes_on_decay(methods, wanted)]
-    mark = fingerprint(setup, rows)
-    return Evaluation(setup, wanted, methods, asked, train, ShardStore(folder), mark, progress, notes)
+    methods, mark = compared(config, setup.method), fingerprint(setup, rows)
+    _say_what_differs(setup, methods, fresh, say)
+    return Evaluation(setup, methods, asked, train, ShardStore(folder), mark, progress, say)
 
 
-def _notes_on_training(setup: InfluenceSetup, fresh: Callable[[int], nn.Module]) -> list[str]:
-    """What training again does not take from the config."""
-    notes = []
+def _say_what_differs(
+    setup: InfluenceSetup,
+    methods: Mapping[str, Method],
+    fresh: Callable[[int], nn.Module],
+    say: Callable[[str], None],
+) -> None:
+    """Say what training again does not take from the config or from a method."""
     one, other = (dict(fresh_model(fresh, seed).named_parameters()) for seed in (0, 1))
     if all(torch.equal(value, other[name]) for name, value in one.items()):
-        notes.append(
+        say(
             "the model's factory gives the same weights whatever the seed: trainings differ in the order of"
             " the rows alone"
         )
     if setup.run.objective.autocast is not None:
-        notes.append("models are retrained in float32, without autocast")
+        say("models are retrained in float32, without autocast")
     if setup.run.config.influence.index is not None:
-        notes.append(
-            "the index is not asked: methods are fitted to the training data, with projections of their own"
-        )
-    return notes
-
-
-def _notes_on_decay(methods: Mapping[str, Method], wanted: EvaluationConfig) -> list[str]:
-    """Which methods take another weight decay for that of training."""
-    if wanted.train.function is not None:
-        return []
-    trained = wanted.train.weight_decay
-    decays = {name: getattr(method, "weight_decay", trained) for name, method in methods.items()}
-    return [
-        f"{name} takes a weight decay of {decay:g} for the one of training, and models are trained again with"
-        f" {trained:g}"
-        for name, decay in decays.items()
-        if decay != trained
-    ]
+        say("the index is not asked: methods are fitted to the training data, with projections of their own")
+    train = setup.run.config.influence.evaluate.train
+    for name, method in methods.items():
+        decay = getattr(method, "weight_decay", train.weight_decay)
+        if train.function is None and decay != train.weight_decay:
+            say(
+                f"{name} takes a weight decay of {decay:g} for the one of training, and models are trained"
+                f" again with {train.weight_decay:g}"
+            )
 
 
 def compared(config: Config, main: Method) -> dict[str, Method]:
@@ -216,45 +252,3 @@ def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:
         "rows": rows.digest(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-# -- scores of what is compared ------------------------------------------------------------------------------
-
-
-def fitted_methods(evaluation: Evaluation) -> Fits:
-    """name -> (method, fitted at each checkpoint). A compared method that has no scores is named and left
-    out; the config's raises.
-    """
-    found: Fits = {}
-    for name, method in evaluation.methods.items():
-        with _or_left_out(evaluation, name):
-            found[name] = method, evaluation.setup.fitted(method)
-    return found
-
-
-@contextmanager
-def _or_left_out(evaluation: Evaluation, name: str) -> Iterator[None]:
-    """A compared method that fails inside is named in the notes; the config's own raises InfluenceError."""
-    try:
-        with errors_of_own_method(name.partition(" (")[0]):  # without options, as a config names it
-            yield
-    except InfluenceError as error:
-        if name == evaluation.main:
-            raise
-        evaluation.notes.append(f"left out: {name}, as {error.message}")
-
-
-def all_scores(
-    evaluation: Evaluation, fits: Fits, asked: Array, only: Collection[str] | None = None
-) -> tuple[dict[str, Array], set[str]]:
-    """(name -> [n, m] of methods and controls, the names of the controls). only: which of these."""
-    queries, divided_by = evaluation.queries(asked), evaluation.setup.run.config.influence.normalize
-    scores = {}
-    for name, (method, fitted) in fits.items():
-        normalize = divided_by if name == evaluation.main and divided_by != "none" else None
-        with _or_left_out(evaluation, name):
-            scores[name] = score_matrix(method, fitted, queries, normalize)
-    beside, notes = controls(evaluation.training, queries[0], evaluation.wanted.seed)
-    beside = {name: matrix for name, matrix in beside.items() if only is None or name in only}
-    evaluation.notes.extend(note for note in notes if note not in evaluation.notes)
-    return {**scores, **beside}, set(beside)

@@ -55,7 +55,7 @@ class Scores:
     agreement: Array
 
 
-def require_room(setup: InfluenceSetup, matrix: bool) -> None:
+def require_memory(setup: InfluenceSetup, matrix: bool) -> None:
     """Raises InfluenceError where all scores are to be kept and do not fit in memory. matrix: whether they
     are to become a file.
     """
@@ -96,7 +96,7 @@ def rank(
     blocks = []
     for first in range(0, m, size):
         here = slice(first, min(first + size, m))
-        asked = [view.queries_at(here) for view in setup.views]
+        asked = [view.queries for view in setup.with_queries(setup.query_rows[here]).views]
         block = _QueryBlock(setup.run.config.influence.top, kept[here])
         for joined in joined_scores(setup.method, fitted, asked, divisors=divisors):
             block.add(joined)

@@ -53,7 +53,8 @@ from psgrad.run.identity import digest, flattened
 from psgrad.run.progress import Progress, read_ahead
 from psgrad.run.results import Say
 from psgrad.run.results.influence import SIGN
-from psgrad.run.results.manifest import InfluenceFacts
+from psgrad.run.results.manifest import CheckpointFacts, Coverage, InfluenceFacts, QueryFacts
+from psgrad.run.run import Run
 from psgrad.user_code import describe_failure
 from psgrad.wording import first_of
 
@@ -85,24 +86,15 @@ class CheckpointView:
     path: str | None
     sha256: str | None
 
-    def queries_at(self, places: slice) -> Examples:
-        """Neighbouring queries, counted from 0."""
-        read, first = self.queries.read, places.start
-        return replace(
-            self.queries,
-            read=lambda start, stop: read(first + start, first + stop),
-            count=places.stop - first,
-        )
-
 
 @dataclass(frozen=True)
 class InfluenceSetup:
     """What an influence run is made of.
 
-    run: model, loss and training data, at the first checkpoint. asked_rows: the rows of `query_reader` that
-    the config asks about. query_rows: [m], those of them that have scores. training_rows: [n], those of the
-    training data that are ranked. groups: [rows of the training data], the group of each, where the config
-    names a column. contrasts: pairs of rows of `query_reader`.
+    run: model, loss and training data, at the first checkpoint. requested_rows: the rows of `query_reader`
+    that the config asks about. query_rows: [m], those of them that have scores. training_rows: [n], those of
+    the training data that are ranked. groups: [rows of the training data], the group of each, where the
+    config names a column. contrasts: pairs of rows of `query_reader`.
     """
 
     run: Setup
@@ -110,7 +102,7 @@ class InfluenceSetup:
     measurement: Measurement
     views: list[CheckpointView]
     query_reader: CheckedReader
-    asked_rows: np.ndarray
+    requested_rows: np.ndarray
     query_rows: np.ndarray
     training_rows: np.ndarray
     groups: np.ndarray | None = None
@@ -131,18 +123,6 @@ class InfluenceSetup:
             replace(view, queries=replace(view.queries, read=read, count=len(rows))) for view in self.views
         ]
         return replace(self, views=views, query_rows=rows)
-
-    def watched(self, watch: Callable[[int, int], None]) -> InfluenceSetup:
-        """This setup with passes that are watched; see `Examples`."""
-        views = [
-            replace(
-                view,
-                training=replace(view.training, watch=watch),
-                queries=replace(view.queries, watch=watch),
-            )
-            for view in self.views
-        ]
-        return replace(self, views=views)
 
 
 # -- the method ----------------------------------------------------------------------------------------------
@@ -177,18 +157,17 @@ def errors_of_own_method(name: str) -> Iterator[None]:
 # -- loading -------------------------------------------------------------------------------------------------
 
 
-def set_up_influence(
-    config: Config, say: Callable[[str], None], progress: Say, processes: Processes
-) -> InfluenceSetup:
-    """Load all that a config names: model, data, queries, method, and each checkpoint. progress: of rows that
-    code makes, which are read now. processes: those that share the passes.
+def set_up_influence(config: Config, command: Run[Any], say: Callable[[str], None]) -> InfluenceSetup:
+    """Load all that a config names: model, data, queries, method, and each checkpoint. command: whose
+    processes share the passes, and which shows how far these have come.
 
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
-    config = completed_for_influence(config, say)
+    config, processes, watch = completed_for_influence(config, say), command.processes, command.passes()
     method = method_from(config.influence.method, config.base)
     run = first_run(config, processes)
-    read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
+    # Before queries are chosen by their ids or losses.
+    read_ahead(run.samples, len(run.samples), command.progress)
     if processes.size > 1:
         section = run.config.model_dump(mode="json")["influence"]
         first = {**identity(run, len(run.samples)), **flattened({"influence": section})}
@@ -203,9 +182,10 @@ def set_up_influence(
         there = run_at(run, number)
         _require_another(views, there)
         checkpoint, options = _checkpoint(there, number, len(rows), say), there.stream_options(say)
-        training = Examples(there.objective, there.reader, len(run.samples), options, processes=processes)
+        shared: dict[str, Any] = {"options": options, "processes": processes, "watch": watch}
+        training = Examples(there.objective, there.reader, len(run.samples), **shared)
         measured = _measured(there, measurement, reader)
-        queries = Examples(measured, chosen_rows(reader, rows), len(rows), options, processes=processes)
+        queries = Examples(measured, chosen_rows(reader, rows), len(rows), **shared)
         path = there.config.model.checkpoint
         name = None if path is None else str(path)
         views.append(CheckpointView(checkpoint, training, queries, name, there.loaded.sha256))
@@ -365,20 +345,17 @@ def described(setup: InfluenceSetup) -> InfluenceFacts:
         parameters=list(setup.views[0].training.params),
         coverage=coverage(setup.run.model, setup.views[0].training.params),
         checkpoints=[
-            {"path": view.path, "sha256": view.sha256, "learning_rate": view.checkpoint.learning_rate}
-            for view in setup.views
+            CheckpointFacts(view.path, view.sha256, view.checkpoint.learning_rate) for view in setup.views
         ],
-        queries={"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
+        queries=QueryFacts(len(setup.query_rows), setup.query_reader.samples.fingerprint),
     )
 
 
-def coverage(model: nn.Module, covered: Collection[str]) -> dict[str, Any]:
-    """How many numbers the parameters of a model have, how many of these scores are about, and the names of
-    the parameters that are left out.
-    """
+def coverage(model: nn.Module, covered: Collection[str]) -> Coverage:
+    """How much of a model the scores are about."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return {
-        "parameters": sum(sizes.values()),
-        "covered": sum(size for name, size in sizes.items() if name in covered),
-        "left_out": [name for name in sizes if name not in covered],
-    }
+    return Coverage(
+        sum(sizes.values()),
+        sum(size for name, size in sizes.items() if name in covered),
+        [name for name in sizes if name not in covered],
+    )

@@ -87,7 +87,8 @@ def _text(terms: TokenTerms, samples: Samples, setup: InfluenceSetup) -> tuple[n
     """(the positions of the terms that count, the tokens of a sample)."""
     places = np.flatnonzero(terms.counted.cpu().numpy())
     ids, later = _tokens(tuple(x.cpu() for x in terms.inputs), terms.target.cpu(), terms.ignored)
-    pieces = samples.pieces(ids.tolist()) if setup.run.config.report.include_inputs else None
+    shown = samples.tokenizer if setup.run.config.report.include_inputs else None
+    pieces = None if shown is None else shown.pieces(ids.tolist())
     return places, TokenText(ids.numpy(), places + later, pieces or ())
 
 

@@ -16,6 +16,7 @@ from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.loading import to_device
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.privacy.accounting import StepEvent, noise_multiplier_for
+from psgrad.engine.privacy.accounting.epsilon import dp_accounting
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams
 from psgrad.engine.privacy.clipping import Clipping, Group
 from psgrad.engine.privacy.coins import Coins
@@ -81,13 +82,16 @@ class PrivateSetup:
 
 
 def require_privacy(config: Config) -> PrivacyConfig:
-    """The private section of a config. Raises ConfigError where there is none."""
+    """The private section of a config. Raises ConfigError where there is none, and PsgradError where no
+    epsilon can be computed, which a run would notice after its steps.
+    """
     if config.privacy is None:
         raise ConfigError(
             "the config has no section privacy; expected privacy: with steps, delta, expected_batch_size,"
             " sampling, clipping, noise and optimizer",
             hint="docs/guides/private-training.md describes it; configs/digits-dp.yaml is an example",
         )
+    dp_accounting()
     return config.privacy
 
 

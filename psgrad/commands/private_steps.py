@@ -7,10 +7,8 @@ from __future__ import annotations
 import hashlib
 import io
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.errors import DistributedError
 from psgrad.models.adapters import adapter_files
 from psgrad.reports.privacy import live_words
-from psgrad.reports.privacy_plots import write_plots
+from psgrad.reports.privacy_plots import epsilon_against_steps
 from psgrad.run.folders import PRIVATE, PUBLIC
 from psgrad.run.ledger import Ledger
 from psgrad.run.private_runs import PREFIX, PrivateRunFolder
@@ -37,8 +35,6 @@ from psgrad.run.results.privacy import STEP_COLUMNS, DPStepResult
 
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
 _STEPS, _INDIVIDUAL, _MOMENTS = "steps.parquet", "individual_epsilon.parquet", "individual_moments.npz"
-# The number of latest records whose norms are kept for their histogram.
-_NORMS = 10_000
 
 
 class PrivateRun:
@@ -69,7 +65,6 @@ class PrivateRun:
         self._earlier = folder.private_table(_STEPS)  # of the processes before this one
         self._lost_table = self._earlier is None and (folder.path / PRIVATE / f"{PREFIX}{_STEPS}").exists()
         self._rows: list[dict[str, Any]] = []
-        self._norms: deque[np.ndarray] = deque()
         self._latest: dict[str, torch.Tensor] = {}  # the last step's noisy sum
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
@@ -152,7 +147,7 @@ class PrivateRun:
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
     def finish(self, notes: list[str]) -> DPStepResult:
-        """Write the final epsilon, the weights and the figures, and apart from them the values that are not
+        """Write the final epsilon, its figure and the weights, and apart from them the values that are not
         private. notes: sentences for people.
         """
         self.save()
@@ -169,16 +164,15 @@ class PrivateRun:
             folder=self.folder.path,
             curve=epsilon_curve(self.training.event(), privacy.steps, privacy.delta),
             steps=pd.DataFrame(self._rows, columns=list(STEP_COLUMNS)),
-            norms=np.concatenate([*self._norms, np.empty(0)]),
-            bound=self._bound,
             notes=[
                 *notes,
                 *self._notes(),
                 *(f"{key}: {note}" for key, note in step["accounting_notes"].items()),
             ],
         )
-        drawn = replace(result, steps=self._write_private())
-        write_plots(drawn, self.folder, run.criterion.unit or "")
+        self._write_private()
+        figure = epsilon_against_steps(result)
+        self.folder.write_public_bytes(f"{figure.name}.png", figure.png())
         return result
 
     def _statement(self, model_sha256: str | None = None) -> dict[str, Any]:
@@ -210,19 +204,15 @@ class PrivateRun:
                 "bound": np.nan if self._bound is None else self._bound,
             }
         )
-        self._norms.append(norms)
-        while len(self._norms) > 1 and sum(map(len, self._norms)) - len(self._norms[0]) >= _NORMS:
-            self._norms.popleft()
 
-    def _write_private(self) -> pd.DataFrame:
-        """Write the table of all steps, those of earlier processes included, and return it."""
+    def _write_private(self) -> None:
+        """Write the table of all steps, those of earlier processes included."""
         steps = pd.DataFrame(self._rows, columns=list(STEP_COLUMNS))
         if self._earlier is not None:
             steps = pd.concat([self._earlier, steps], ignore_index=True) if len(steps) else self._earlier
         self.folder.write_private_table(_STEPS, steps)
         if self._individual is not None:
             self._individual.write()
-        return steps
 
     def _notes(self) -> list[str]:
         """What a person should know of the run, a sentence each."""

@@ -10,7 +10,8 @@ import numpy as np
 from psgrad.commands.class_names import errors_about
 from psgrad.commands.influence_setup import InfluenceSetup, set_up_influence
 from psgrad.commands.review_check import training_on
-from psgrad.commands.review_prediction import predicted
+from psgrad.commands.review_index import index_before
+from psgrad.commands.review_prediction import ChangedRows, predicted
 from psgrad.commands.review_rows import changed_in, input_cards, suspicion_of
 from psgrad.commands.review_tables import (
     changes_table,
@@ -73,8 +74,9 @@ def review(
         run.say("review", text)
 
     with run.clock("load"):
-        setup = set_up_influence(config, say, progress, run.processes).watched(run.passes())
+        setup = set_up_influence(config, run, say)
         before = read_before(setup, with_source(config, base))
+        index = index_before(config, setup, before)
     with run.clock("compare"):
         table = changed_in(before, setup.run.reader, with_ids=config.data.id is not None)
     with run.clock("self-check"):
@@ -90,7 +92,8 @@ def review(
             say(_FEW.format(len(setup.query_rows), FEWEST))
         with run.clock("predict"):
             masks, judged = [chosen for _, _, chosen in sets], "margin" if "margin" in scalars else "loss"
-            found = predicted(setup, before, added, removed, scalars, masks, judged)
+            rows = ChangedRows(before, added, removed, index)
+            found = predicted(setup, rows, scalars, masks, judged)
         with run.clock("check"):
             measured, trust = training_on(setup, before, found, scalars, len(table) > 0, run)
         with run.clock("suspects"):

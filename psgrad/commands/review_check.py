@@ -49,7 +49,13 @@ def training_on(
 ) -> tuple[MeasuredChange | None, Trust]:
     """(what training that goes on measures, how far it agrees with the prediction)."""
     config, view = setup.run.config, setup.views[-1]
-    trust = Trust("margin" if "margin" in scalars else "loss", found.affine and found.amounts, found.steps)
+    index = config.influence.index
+    trust = Trust(
+        "margin" if "margin" in scalars else "loss",
+        found.affine and found.amounts,
+        found.steps,
+        index=None if index is None else str(index.path),
+    )
     limit, train = config.review.seconds, config.influence.evaluate.train
     recipe = Recipe(**train.model_dump(exclude={"function"}))
     if trust.exact and found.weight_decay > 0 and view.training.flat.size <= _NEWTON_UP_TO:

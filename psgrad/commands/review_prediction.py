@@ -4,7 +4,7 @@ row in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,22 +14,26 @@ import torch
 
 from psgrad.commands.influence_inputs import chosen_rows
 from psgrad.commands.influence_setup import CheckpointView, InfluenceSetup
+from psgrad.commands.review_index import IndexedCurvature
 from psgrad.data.reader import CheckedReader
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.amounts import is_affine
 from psgrad.engine.influence.data_change import (
     STEPS,
     DataChange,
+    Fit,
     at_weights,
     changed_scalars,
     data_step,
     flat_params,
     sum_of_gradients,
 )
+from psgrad.engine.influence.index.row_curvature import RowCurvature
 from psgrad.engine.influence.method import Checkpoint, Preconditioned
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.engine.influence.weight_decay import DecayEstimate, estimated_decay
 from psgrad.errors import ConfigError
+from psgrad.run.gradient_index import GradientIndex
 
 Array = npt.NDArray[Any]
 Scalar = Callable[..., torch.Tensor]
@@ -83,11 +87,21 @@ class Prediction:
         return _WIDTH * errors * (count - 1 if self.jackknife else 1)
 
 
+@dataclass(frozen=True)
+class ChangedRows:
+    """before: reads the training data before the change, of which `removed` are rows; `added` are rows of
+    those after it. index: of the data before; None where their gradients are computed.
+    """
+
+    before: CheckedReader
+    added: Array
+    removed: Array
+    index: GradientIndex | None = None
+
+
 def predicted(
     setup: InfluenceSetup,
-    before: CheckedReader,
-    added: Array,
-    removed: Array,
+    rows: ChangedRows,
     scalars: Mapping[str, Scalar],
     sets: Sequence[Array],
     judged: str,
@@ -95,7 +109,6 @@ def predicted(
     """The prediction for the training data of the setup, which are those after the change.
 
     Args:
-        before: reads the training data before the change. added, removed: rows of `after` and `before`.
         scalars: name -> what of a query's (output, target) is predicted, larger being worse.
         sets: [m] bool each, queries whose mean the parts of rows are of. judged: the scalar of these means.
 
@@ -105,18 +118,29 @@ def predicted(
     found: list[dict[str, torch.Tensor]] = []
     effects, apart, steps, affine, amounts, decay = [], [], 1, False, False, 0.0
     for view in setup.views:
-        change = _change(setup, view, before, added, removed)
-        affine, decay = is_affine(change.before), change.weight_decay
+        change = _change(setup, view, rows)
+        decay, indexed = change.weight_decay, None
+        fit: Fit = _fitter(setup, view.checkpoint, decay, damping)
+        if rows.index is not None:
+            number = view.checkpoint.number
+            indexed = IndexedCurvature.of(rows.index, setup, number, rows.removed, change.added)
+            fit = indexed.fit
+        affine = indexed is None and is_affine(change.before)
         exact = affine and change.after.flat.size <= _MORE_STEPS_UP_TO
-        fit = _fitter(setup, view.checkpoint, decay, damping)
         step = data_step(change, fit, STEPS if exact else 1)
         fitted, steps = step.fitted, step.steps
         amounts = step.converged and getattr(fitted, "damping", 1.0) == 0.0
         found.append(changed_scalars(view.queries, step.moved, dict(scalars)))
         if len(setup.views) == 1:
-            unchanged = np.setdiff1d(np.arange(len(change.after)), added)
-            same = _fitter(setup, view.checkpoint, decay, getattr(fitted, "damping", None))
-            apart = _jackknife(setup, change, unchanged, same, view.queries, dict(scalars))
+            if isinstance(fitted, RowCurvature) and indexed is not None:
+                smaller = indexed.parts(fitted, _GROUPS)
+            else:
+                same = _fitter(setup, view.checkpoint, decay, getattr(fitted, "damping", None))
+                smaller = _parts(setup, change.after, rows.added, same)
+            apart = [
+                changed_scalars(view.queries, _step_by(change, part) * share, dict(scalars))
+                for part, share in smaller
+            ]
         queries = view.queries.with_scalar(scalars[judged])
         if steps > 1:  # halfway, where the parts of rows add up to the whole, but for third derivatives
             halfway = flat_params(change.after) + step.moved / 2
@@ -150,16 +174,16 @@ def _difference(values: torch.Tensor) -> torch.Tensor:
     return values[:, 1] - values[:, 0]
 
 
-def _change(
-    setup: InfluenceSetup, view: CheckpointView, before: CheckedReader, added: Array, removed: Array
-) -> DataChange:
+def _change(setup: InfluenceSetup, view: CheckpointView, rows: ChangedRows) -> DataChange:
     """The change as the model of a checkpoint sees it."""
     after = view.training
-    whole = replace(after, read=before, count=len(before.samples))
-    named = setup.run.config.influence.method.options.get("weight_decay")
-    decay = float(named) if named is not None else _decay(whole)
-    new = _rows(after, setup.run.reader, added) if len(added) else None
-    old = _rows(after, before, removed) if len(removed) else None
+    whole = replace(after, read=rows.before, count=len(rows.before.samples))
+    decay = setup.run.config.influence.method.options.get("weight_decay")
+    if decay is None:  # to estimate it takes a pass over the training data
+        decay = _decay(whole) if rows.index is None else 0.0
+    decay = float(decay)
+    new = _rows(after, setup.run.reader, rows.added) if len(rows.added) else None
+    old = _rows(after, rows.before, rows.removed) if len(rows.removed) else None
     return DataChange(whole, after, new, old, decay)
 
 
@@ -175,9 +199,7 @@ def _decay(before: Examples) -> float:
     return estimate.value if estimate.certain else 0.0
 
 
-def _fitter(
-    setup: InfluenceSetup, checkpoint: Checkpoint, decay: float, damping: float | None = None
-) -> Callable[[Examples], Preconditioned]:
+def _fitter(setup: InfluenceSetup, checkpoint: Checkpoint, decay: float, damping: float | None = None) -> Fit:
     """The method of the config, as what fits a curvature with an inverse to examples. damping: in place of
     the method's; None for that.
     """
@@ -192,7 +214,8 @@ def _fitter(
         solver = method.fit(examples, quiet).solver()
         if solver is None:
             raise ConfigError(
-                f"influence.method {method.name} has no inverse of a curvature; expected influence or ekfac"
+                f"influence.method {method.name} has no inverse of a curvature; expected influence or ekfac,"
+                " or projected_influence with influence.index"
             )
         return solver
 
@@ -215,22 +238,16 @@ def _common_damping(setup: InfluenceSetup) -> float | None:
     return max(float(getattr(fitted, "damping", 0.0)) for fitted in fits)
 
 
-def _jackknife(
-    setup: InfluenceSetup,
-    change: DataChange,
-    unchanged: Array,
-    fit: Callable[[Examples], Preconditioned],
-    queries: Examples,
-    scalars: dict[str, Scalar],
-) -> list[dict[str, torch.Tensor]]:
-    """The prediction of one step, with each group of the unchanged rows left out of the curvature in turn."""
-    if len(unchanged) < 2 * _GROUPS:
-        return []
-    found = []
-    for group in range(_GROUPS):
-        kept = np.setdiff1d(np.arange(len(change.after)), unchanged[group::_GROUPS])
-        smaller = _rows(change.after, setup.run.reader, kept)
-        fitted = fit(smaller)
-        moved = data_step(change, lambda _, fitted=fitted: fitted).moved  # type: ignore[misc]
-        found.append(changed_scalars(queries, moved * (len(kept) / len(change.after)), scalars))
-    return found
+def _parts(
+    setup: InfluenceSetup, after: Examples, added: Array, fit: Fit
+) -> Iterator[tuple[Preconditioned, float]]:
+    """(the curvature without a group of the unchanged rows, its share of the rows), for each group."""
+    unchanged = np.setdiff1d(np.arange(len(after)), added)
+    for group in range(_GROUPS if len(unchanged) >= 2 * _GROUPS else 0):
+        kept = np.setdiff1d(np.arange(len(after)), unchanged[group::_GROUPS])
+        yield fit(_rows(after, setup.run.reader, kept)), len(kept) / len(after)
+
+
+def _step_by(change: DataChange, fitted: Preconditioned) -> torch.Tensor:
+    """[p]: one step, by a curvature that is known."""
+    return data_step(change, lambda _: fitted).moved

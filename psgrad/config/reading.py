@@ -198,13 +198,13 @@ class _Document:
         return self.places.get(path, self.name)
 
 
-def explain(details: ErrorDetails) -> str:
-    """What is wrong with a value, by one of pydantic's errors, in our words."""
+def explain(details: ErrorDetails, root: type[ConfigSection] = Config) -> str:
+    """What is wrong with a value of a section, by one of pydantic's errors, in our words."""
     kind, context = details["type"], details.get("ctx", {})
     if kind == "extra_forbidden":
-        return _unknown_key(details["loc"])
+        return _unknown_key(root, details["loc"])
     if kind == "missing":
-        return _missing_key(details["loc"])
+        return _missing_key(root, details["loc"])
     if kind == "value_error":
         return str(context["error"])
     got = described(details["input"])
@@ -236,8 +236,8 @@ _EXPECTED = {
 }
 
 
-def _unknown_key(path: KeyPath) -> str:
-    section = _section_at(path[:-1])
+def _unknown_key(root: type[ConfigSection], path: KeyPath) -> str:
+    section = _section_at(root, path[:-1])
     if section is None:
         return "unknown key"
     key, known = str(path[-1]), list(section.model_fields)
@@ -247,22 +247,22 @@ def _unknown_key(path: KeyPath) -> str:
     if meant is None:
         # The right key in the wrong group is the second most common slip.
         meant = next(
-            (f"{where}.{key}" for where, other in _all_sections(Config) if key in other.model_fields), None
+            (f"{where}.{key}" for where, other in _all_sections(root) if key in other.model_fields), None
         )
     return f"unknown key; {f'did you mean {meant}? ' if meant else ''}known here: {', '.join(known)}"
 
 
-def _missing_key(path: KeyPath) -> str:
-    section = _section_at(path[:-1])
+def _missing_key(root: type[ConfigSection], path: KeyPath) -> str:
+    section = _section_at(root, path[:-1])
     if section is None:
         return "missing; it is required"
     words = meaning(section.model_fields[str(path[-1])])
     return f"missing; it is required: {words[:1].lower()}{words[1:].rstrip('.')}"
 
 
-def _section_at(path: KeyPath) -> type[ConfigSection] | None:
+def _section_at(root: type[ConfigSection], path: KeyPath) -> type[ConfigSection] | None:
     """The group of keys at a path; None below a key whose value may be of several kinds."""
-    section: type[ConfigSection] | None = Config
+    section: type[ConfigSection] | None = root
     for part in path:
         if section is not None and not isinstance(part, int):  # a place in a list of groups
             section = _sections(section).get(str(part))

@@ -56,15 +56,6 @@ class DrawnSamples(Samples):
     def picture(self, row: int) -> Any:
         return self._samples.picture(int(self.rows[row]))
 
-    def input_names(self) -> list[str]:
-        return self._samples.input_names()
-
-    def pieces(self, ids: Sequence[int]) -> list[str] | None:
-        return self._samples.pieces(ids)
-
-    def special_tokens(self) -> frozenset[int]:
-        return self._samples.special_tokens()
-
     def _numbers(self, rows: Sequence[int]) -> list[int]:
         """The numbers of rows in the whole dataset."""
         found: list[int] = self.rows[np.asarray(rows, dtype=np.int64)].tolist()

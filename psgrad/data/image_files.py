@@ -60,8 +60,8 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Tabl
         )
     classes = class_folders(folder)
     images = _listed_images(folder, classes)
-    there = {parts[0] for parts in images}
-    if empty := [name for name in classes if name not in there] or ([] if images else [""]):
+    with_images = {parts[0] for parts in images}
+    if empty := [name for name in classes if name not in with_images] or ([] if images else [""]):
         raise DataError(
             f"the folder {folder / empty[0]} has no images; expected files that end in one of"
             f" {', '.join(SUFFIXES)}, in a folder for each class",

@@ -222,8 +222,8 @@ class ImageSamples(TableSamples):
         self._channels = prepared.channels or channels
         self._shape: tuple[int, ...] | None = None
         super().__init__(rows, config, unit, labels)
-        said = f"{rows.fingerprint} {digest} {prepared.described} {self._channels}"
-        self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
+        identity = f"{rows.fingerprint} {digest} {prepared.described} {self._channels}"
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
 
     def picture(self, row: int) -> Any:
         """The image of a row as it is in the data, for people: of Pillow, as colours or grey."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ def input_of(samples: Samples, row: int) -> TopSample:
     text = samples.describe(row)
     inputs = samples.read(row, row + 1).inputs if text is None else ()
     image = as_image(inputs) if inputs else None
-    values = values_of(inputs, samples.input_names()) if image is None else ()
+    values = values_of(inputs, samples.input_names) if image is None else ()
     return TopSample(
         samples.ids[row], image, text, values, None if image is None else _original(samples, row)
     )
@@ -50,7 +50,7 @@ def as_image(inputs: tuple[torch.Tensor, ...]) -> np.ndarray[Any, Any] | None:
 
 
 def values_of(
-    inputs: tuple[torch.Tensor, ...], names: list[str]
+    inputs: tuple[torch.Tensor, ...], names: Sequence[str]
 ) -> tuple[tuple[str, float | int | str | None], ...]:
     """(column, value) of one row, inputs [1] or [1, k] each; a list of whole numbers, such as ids, is one
     text. Empty for other inputs.
@@ -83,7 +83,6 @@ def vocabulary_of(samples: Samples, measures: Iterable[MeasureResult]) -> dict[i
         if name.startswith("ids_")
     ][:1]
     ids = np.unique(kept[0]).tolist() if kept else []
-    pieces = samples.pieces(ids) if ids else None
-    if pieces is None:
+    if not ids or samples.tokenizer is None:
         return {}
-    return dict(zip(ids, pieces, strict=True))
+    return dict(zip(ids, samples.tokenizer.pieces(ids), strict=True))

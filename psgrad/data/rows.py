@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ from psgrad.errors import DataError
 from psgrad.ragged import Block as Block
 from psgrad.ragged import RaggedAxes
 from psgrad.run.input_files import Stamp
+
+if TYPE_CHECKING:
+    from psgrad.data.tokenizer import Tokenizer
 
 Array = npt.NDArray[Any]
 
@@ -43,6 +46,8 @@ class Samples(ABC):
             'sorted' where they are only those that this dataset has, in sorted order, 'declared' where it
             says which names its numbers have, else empty.
         stamps: of the files that each pass reads.
+        input_names: what the numbers of a row's inputs are called: a name a column, or a name an input.
+        tokenizer: what made tokens of texts; None where rows hold none.
         reading: a lock to hold while reading, because a dataset need not support threads.
     """
 
@@ -55,6 +60,8 @@ class Samples(ABC):
     names_found: str = ""
     code: tuple[object, ...] = ()
     stamps: tuple[Stamp, ...] = ()
+    input_names: tuple[str, ...] = ()
+    tokenizer: Tokenizer | None = None
 
     def __init__(
         self, ids: Array | None, targets: Array | None, fingerprint: str, units: Array | None = None
@@ -119,18 +126,6 @@ class Samples(ABC):
     def picture(self, row: int) -> Any:
         """A row's image as it is in the data, of Pillow; None where rows are no images."""
         return None
-
-    def input_names(self) -> list[str]:
-        """What the numbers of a row's inputs are called: a name a column of numbers, or a name an input."""
-        return []
-
-    def pieces(self, ids: Sequence[int]) -> list[str] | None:
-        """The text of each id; None where the dataset knows no text of ids."""
-        return None
-
-    def special_tokens(self) -> frozenset[int]:
-        """The ids that a tokenizer puts around or between texts; empty without a tokenizer."""
-        return frozenset()
 
 
 def to_tensor(value: Array | Tensor, name: str) -> Tensor:

@@ -79,6 +79,7 @@ class TextSamples(Samples):
         self._fields = (*task.fields[:-1], *weight, task.fields[-1])
         self._kept = KeptBytes()
         self.keywords = tuple(field.name for field in task.fields if field.name != TARGET)
+        self.input_names, self.tokenizer = self.keywords, task.tokenizer
         self.notes, self.stamps = (*task.tokenizer.notes, *rows.notes), rows.stamps
         self.class_names = task.class_names
         self.ragged = RaggedAxes(
@@ -111,21 +112,12 @@ class TextSamples(Samples):
     def row_name(self, row: int) -> str:
         return self._rows.row_name(row)
 
-    def input_names(self) -> list[str]:
-        return list(self.keywords)
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        return self._task.tokenizer.pieces(ids)
-
-    def special_tokens(self) -> frozenset[int]:
-        return self._task.tokenizer.special_tokens
-
-    def _made(self, missing: list[int], asked: list[int]) -> dict[int, EncodedRow]:
+    def _made(self, missing: list[int], requested: list[int]) -> dict[int, EncodedRow]:
         """These rows as tokens, which are kept; where neighbours are asked for, the next ones, too, as a
         tokenizer is faster with many rows at once.
         """
-        if missing and asked == list(range(asked[0], asked[-1] + 1)):
-            missing = list(range(missing[0], min(len(self), -(-(asked[-1] + 1) // BLOCK) * BLOCK)))
+        if missing and requested == list(range(requested[0], requested[-1] + 1)):
+            missing = list(range(missing[0], min(len(self), -(-(requested[-1] + 1) // BLOCK) * BLOCK)))
         made: dict[int, EncodedRow] = {}
         for start in range(0, len(missing), BLOCK):
             part = missing[start : start + BLOCK]
@@ -167,7 +159,7 @@ def _fingerprint(rows: TableRows, task: TextTask) -> str:
     """A SHA-256 of all that decides the tensors: the files, the tokenizer, the task and its options."""
     data, config = task.data, task.pretrained.config
     given = data.model_dump(include={*_COLUMNS, "class_names"})
-    said = {
+    identity = {
         "format": _FORMAT,
         "files": rows.fingerprint,
         "tokenizer": task.tokenizer.fingerprint,
@@ -179,4 +171,4 @@ def _fingerprint(rows: TableRows, task: TextTask) -> str:
         "labels": {str(key): name for key, name in (config.id2label or {}).items()},
         "start": getattr(config, "decoder_start_token_id", None),
     }
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

@@ -155,11 +155,11 @@ def load_tokenizer(data: DataConfig, base: Path, pretrained: Pretrained) -> Toke
     if data.truncation != "error":
         inner.truncation_side = data.truncation
     size = _vocabulary_size(pretrained.config)
-    pad, said = _pad_token(inner, pretrained.config, size)
+    pad, notes = _pad_token(inner, pretrained.config, size)
     limit = _limit(data.max_length, inner, pretrained.config)
     inputs = tuple(name for name in _inputs(inner, pretrained))
     fingerprint = _fingerprint(inner)
-    return Tokenizer(inner, inputs, pad, limit, data.truncation, fingerprint, tuple(said), size)
+    return Tokenizer(inner, inputs, pad, limit, data.truncation, fingerprint, tuple(notes), size)
 
 
 def _read(folder: Path) -> Any:
@@ -265,9 +265,9 @@ def chat_tokens(tokenizer: Tokenizer, messages: Chat | None, where: str) -> tupl
     _require_contents(tokenizer, chat, where)
     if not chat or not any(_role(turn) == "assistant" for turn in chat):
         roles = ", ".join(dict.fromkeys(_role(turn) or "none" for turn in chat))
-        said = f"; its roles: {roles}" if roles else ""
+        known = f"; its roles: {roles}" if roles else ""
         raise DataError(
-            f"{where}: the chat has no turn of the assistant{said}",
+            f"{where}: the chat has no turn of the assistant{known}",
             hint="the loss is of what a message with the role assistant says",
         )
     if "generation" in _template_text(tokenizer):

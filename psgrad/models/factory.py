@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import jit, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
@@ -174,6 +174,12 @@ def _built(config: ModelConfig, base: Path) -> nn.Module:
         raise ModelError(
             f"the factory {factory} returned an object of type {type(model).__name__}; expected a"
             " torch.nn.Module",
+        )
+    if any(isinstance(module, jit.ScriptModule) for module in model.modules()):
+        raise ModelError(
+            f"the factory {factory} returned a model that holds a module of TorchScript, whose parameters"
+            " can't be replaced",
+            hint="return the module before torch.jit.script or torch.jit.trace",
         )
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:

@@ -205,6 +205,7 @@ class IgnoreEntry(ConfigSection):
     fingerprint: str | None = None
     rule: Annotated[str | None, BeforeValidator(_rule)] = None
     reason: str
+    """Why this may pass."""
     expires: Annotated[datetime.date | None, BeforeValidator(_date)] = None
     _location: str = PrivateAttr(default="")
 
@@ -253,7 +254,8 @@ def read_ignore_list(path: Path) -> tuple[IgnoreEntry, ...]:
         except ValidationError as error:
             for details in error.errors(include_url=False):
                 where = parsed.places.get((number, *details["loc"]), place)
-                problems.append(f"{where}: {_problem(details)}")
+                key = "".join(f"{each}: " for each in details["loc"])
+                problems.append(f"{where}: {key}{explain(details, IgnoreEntry)}")
             continue
         entry._location = place
         entries.append(entry)
@@ -290,14 +292,3 @@ def with_states(
     # A column of objects: otherwise pandas makes it a column of texts, and each None a NaN.
     reasons = pd.Series(because, index=named.index, dtype=object)
     return named.assign(state=state, ignored_because=reasons), warnings
-
-
-def _problem(details: Any) -> str:
-    key = str(details["loc"][-1]) if details["loc"] else ""
-    if details["type"] == "extra_forbidden":
-        known = list(IgnoreEntry.model_fields)
-        meant = did_you_mean(key, known, before="", after=" ")
-        return f"{key}: unknown key; {meant}known here: {', '.join(known)}"
-    if details["type"] == "missing":
-        return f"{key}: missing; every entry needs a reason" if key == "reason" else f"{key}: missing"
-    return f"{key + ': ' if key else ''}{explain(details)}"

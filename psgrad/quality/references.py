@@ -37,7 +37,11 @@ def labels_of(frame: pd.DataFrame, by: str | None) -> Labels:
         return np.full(len(frame), ALL, dtype=object)
     column = {"class": "target"}.get(by, by)
     if column not in frame:
-        raise ConfigError(_no_column(by, [str(name) for name in frame]))
+        known = ["class", "length", *map(str, frame)]
+        raise ConfigError(
+            f"analyze.outliers.group_by: the samples have no column {column!r}{did_you_mean(by, known)};"
+            f" expected one of {', '.join(known)}"
+        )
     values = frame[column]
     if not all(np.ndim(value) == 0 for value in values.head(100)):
         raise ConfigError(
@@ -78,18 +82,6 @@ def _length_classes(values: pd.Series[Any]) -> Labels:
     lowest = 2 ** np.floor(np.log2(np.maximum(values.fillna(0).to_numpy("float64"), 1))).astype("int64")
     names = {low: f"{low} to {2 * low - 1}" if low > 1 else "0 to 1" for low in np.unique(lowest).tolist()}
     return np.array([names[low] for low in lowest.tolist()], dtype=object)
-
-
-def _no_column(by: str, columns: list[str]) -> str:
-    if by == "class":
-        return "analyze.outliers.group_by: class, and the samples have no target"
-    if by == "length":
-        return (
-            "analyze.outliers.group_by: length, and the loss has no positions that could be counted;"
-            " token_cross_entropy has"
-        )
-    known = f"; known are class, length, {', '.join(columns)}"
-    return f"analyze.outliers.group_by: there is no column {by!r}{did_you_mean(by, columns) or known}"
 
 
 # Fingerprints are digests: of these many digits, two of a million samples agree by chance once in 10^7 runs.

@@ -7,8 +7,10 @@ Its one script sorts and filters tables; all that it says can be read without it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
 
 from psgrad.reports.analyze_plots import draw_plots
 from psgrad.reports.analyze_tables import (
@@ -25,11 +27,11 @@ from psgrad.reports.labels import label_warning, label_words
 from psgrad.reports.measure_plots import measure_plots
 from psgrad.reports.measures import MAX_MEASURES, measure_sections
 from psgrad.reports.page import about_run, render_template, title_of
-from psgrad.reports.pictures import excerpt, original_uri, picture_uri
-from psgrad.reports.words import MISSING, group_words, identifier, label, number
+from psgrad.reports.pictures import shown_input
+from psgrad.reports.words import group_words
 from psgrad.run.results import RULES, AnalyzeResult, disagrees, has_classes, top_samples
 from psgrad.run.results.manifest import UNKNOWN_UNIT
-from psgrad.wording import correlation, prefix_note
+from psgrad.wording import prefix_note
 
 # Every part of the page is bounded, so that the page is.
 MAX_PICTURES = 24
@@ -37,7 +39,6 @@ PICTURE_SIDE = 96
 MAX_CLASSES = MAX_GROUPS = 200
 MAX_FINDINGS = MAX_TWINS = 100
 FIGURES_ROOM = 900_000  # characters of all figures of measures together
-_FEW = 10  # first ranks, fewer than which say nothing about two orders
 
 
 def write_report(result: AnalyzeResult, write: Callable[[str, bytes], None]) -> None:
@@ -68,12 +69,12 @@ def render(
         **about_run(manifest, result.folder),
         title=title_of(manifest, f"Which training examples {pull}?"),
         score=score,
-        headline=headline(result),
-        partial=partial_words(result),
+        total=len(samples),
+        partial=manifest.limit is not None,
         labels="" if labels is None else label_words(labels, names),
         label_warning="" if labels is None else label_warning(labels, names),
         judged=judged,
-        found=found_samples(result),
+        wrong=wrong_predictions(samples),
         nonfinite=nonfinite_ids(samples),
         groups=[(group_words(name, by, names), about) for name, about in groups[:MAX_GROUPS]],
         check=check,
@@ -83,13 +84,12 @@ def render(
         plots={plot.name: plot for plot in plots},
         samples=sample_table(result),
         issues=[] if result.issue_summary is None else result.issue_summary.to_dict("records"),
-        twins=twins(result),
+        twins=twins(result.issues),
         cards=cards,
+        names=names,
         values=values_table(result),
         attribution=attribution_cards(result),
-        by_class=[
-            (label(target, names), row) for target, row in by_class.head(MAX_CLASSES).to_dict("index").items()
-        ],
+        by_class=by_class.head(MAX_CLASSES).to_dict("index"),
         classes=len(by_class),
         parameters=parameters,
         all_parameters=len(result.parameters),
@@ -100,113 +100,29 @@ def render(
     )
 
 
-def found_samples(result: AnalyzeResult) -> dict[str, int | None]:
-    """How many finite samples there are and are listed, and for how many the prediction differs from the
-    label (None without classes); gradients of zero, and samples without a rank.
+def wrong_predictions(samples: pd.DataFrame) -> tuple[int, int] | None:
+    """For how many of the finite samples, and of those of them that are listed, the prediction differs from
+    the label; None without classes.
     """
-    samples = result.samples
-    finite = samples[(samples["status"] == "ok").to_numpy()]
-    listed = finite["is_outlier_issue"].to_numpy(bool)
-    wrong = disagrees(finite).to_numpy(bool) if has_classes(samples) and "prediction" in samples else None
-    return {
-        "finite": len(finite),
-        "listed": int(listed.sum()),
-        "wrong": None if wrong is None else int(wrong.sum()),
-        "wrong_listed": None if wrong is None else int((wrong & listed).sum()),
-        "zero": int((finite["grad_norm"] == 0).sum()),
-        "skipped": int((samples["status"] == "skipped").sum()),
-    }
+    if not has_classes(samples) or "prediction" not in samples:
+        return None
+    wrong = disagrees(samples) & (samples["status"] == "ok")
+    return int(wrong.sum()), int((wrong & samples["is_outlier_issue"]).sum())
 
 
-def twins(result: AnalyzeResult) -> list[tuple[int, str, str]]:
-    """(set, id, label) of near duplicates with different labels, set by set, the first MAX_TWINS."""
-    found, name = result.issues, "near_duplicate_labels_differ"
-    if found is None or name not in found:
+def twins(issues: pd.DataFrame | None) -> list[dict[Hashable, Any]]:
+    """Near duplicates with different labels, set by set, the first MAX_TWINS."""
+    if issues is None or "near_duplicate_labels_differ" not in issues:
         return []
-    rows = found[found[name]].sort_values("near_duplicate_set", kind="stable").head(MAX_TWINS)
-    return [
-        (int(number), identifier(each), label(given, result.class_names))
-        for number, each, given in zip(
-            rows["near_duplicate_set"], rows["id"], rows["given_label"], strict=True
-        )
-    ]
+    differ = issues[issues["near_duplicate_labels_differ"]]
+    return differ.sort_values("near_duplicate_set", kind="stable").head(MAX_TWINS).to_dict("records")
 
 
-def headline(result: AnalyzeResult) -> list[tuple[str, str]]:
-    """The figures at the top of the page: value, and what it is."""
-    manifest, found = result.manifest, found_samples(result)
-    judged, check, order = manifest.judged, manifest.self_check, manifest.judged.loss_agreement
-    figures = [
-        (f"{len(result.samples):,}", "samples"),
-        (f"{found['listed']:,}", "unlike the reference" if judged.referenced else "in the review list"),
-        (f"{len(nonfinite_ids(result.samples)):,}", "not finite"),
-    ]
-    if order.top and order.top >= _FEW:
-        score, other = score_words(judged), "gradient norm" if order.other == "grad_norm" else order.other
-        figures += [
-            (f"{order.shared:,} of {order.top:,}", f"first by {score} are also first by {other}"),
-            (correlation(order.spearman), f"rank correlation of {score} and {other}"),
-        ]
-    if manifest.model.trainable:
-        figures.append((f"{manifest.model.trainable:,}", "trainable parameters"))
-    if check.samples:
-        figures.append((number(check.worst_relative_error), "worst relative error of the self-check"))
-    return figures
-
-
-def partial_words(result: AnalyzeResult) -> str:
-    """How many samples were looked at; empty for all."""
-    manifest, looked_at = result.manifest, f"{len(result.samples):,}"
-    if manifest.limit is None:
-        return ""
-    there = manifest.counts.in_dataset
-    drawn = "" if manifest.sampled_by is None else ", drawn at random,"
-    return f"{looked_at} of {there:,} samples{drawn}" if isinstance(there, int) else f"{looked_at} samples"
-
-
-@dataclass(frozen=True)
-class InputCard:
-    """A sample of the first ranks with its input. label: empty where there is none."""
-
-    rank: str
-    id: str
-    label: str
-    prediction: str
-    differs: bool
-    norm: str
-    loss: str
-    picture: str | None
-    original: str | None
-    text: str | None
-
-    @property
-    def alt(self) -> str:
-        """What the picture is, for readers who can't see it."""
-        known = f", label {self.label}, model {self.prediction}" if self.label else ""
-        return f"Input of sample {self.id}{known}, norm {self.norm}"
-
-
-def input_cards(result: AnalyzeResult) -> list[InputCard]:
-    """The inputs of the first ranks that are pictures or texts."""
+def input_cards(result: AnalyzeResult) -> list[tuple[dict[Hashable, Any], dict[str, str | None]]]:
+    """The samples of the first ranks whose inputs are pictures or texts: (its row, its input)."""
     rows = top_samples(result.samples, max(len(result.top_inputs), MAX_PICTURES))
-    known = {row["id"]: row for row in rows.assign(_differs=disagrees(rows)).to_dict("records")}
-    cards = []
-    for sample in result.top_inputs[:MAX_PICTURES]:
-        if sample.id in known and (sample.image is not None or sample.text is not None):
-            row = known[sample.id]
-            truth, guess = (label(row.get(name), result.class_names) for name in ("target", "prediction"))
-            cards.append(
-                InputCard(
-                    rank=str(row["rank"]),
-                    id=identifier(row["id"]),
-                    label="" if truth == MISSING else truth,
-                    prediction=guess,
-                    differs=bool(row["_differs"]),
-                    norm=number(row["grad_norm"]),
-                    loss=number(row["loss"]),
-                    picture=picture_uri(sample, PICTURE_SIDE),
-                    original=original_uri(sample, PICTURE_SIDE),
-                    text=excerpt(sample.text),
-                )
-            )
-    return cards
+    known = {row["id"]: row for row in rows.assign(differs=disagrees(rows)).to_dict("records")}
+    seen = [
+        each for each in result.top_inputs[:MAX_PICTURES] if each.image is not None or each.text is not None
+    ]
+    return [(known[each.id], shown_input(each, PICTURE_SIDE)) for each in seen if each.id in known]

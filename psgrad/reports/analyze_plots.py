@@ -153,8 +153,8 @@ def drawable(samples: pd.DataFrame, positive: list[str]) -> tuple[pd.DataFrame, 
         (int((samples["status"] == "skipped").sum()), "that could not be judged"),
         (len(finite) - len(drawn), f"with a {names} of exactly zero"),
     ]
-    said = " and ".join(f"{n:,} {what}" for n, what in missing if n)
-    return drawn, f"Not drawn: {said}." if said else ""
+    parts = " and ".join(f"{n:,} {what}" for n, what in missing if n)
+    return drawn, f"Not drawn: {parts}." if parts else ""
 
 
 @styled

@@ -95,15 +95,15 @@ def listed_samples(samples: pd.DataFrame) -> pd.DataFrame:
 
 def shown_columns(samples: pd.DataFrame) -> list[str]:
     """The columns of the table, in order, as far as there is something in them."""
-    there = [
+    present = [
         str(column)
         for column in samples
         if column not in _NOT_SHOWN
         and not (column == "group" and samples[column].nunique() < 2)
         and (column in ("target", "prediction") or samples[column].notna().any())
     ]
-    known = [each for each in KNOWN if each in there and (each != "confidence" or has_classes(samples))]
-    numeric = [each for each in there if each not in KNOWN and pd.api.types.is_numeric_dtype(samples[each])]
+    known = [each for each in KNOWN if each in present and (each != "confidence" or has_classes(samples))]
+    numeric = [each for each in present if each not in KNOWN and pd.api.types.is_numeric_dtype(samples[each])]
     return [*known, *numeric][:MAX_COLUMNS] + (["reasons"] if "reasons" in samples else [])
 
 

@@ -23,15 +23,17 @@ def top_table(result: AnalyzeResult, n: int) -> Table:
     there was no reference.
     """
     samples, score = result.samples, str(result.manifest.judged.score)
-    there = {name for name in ("target", "prediction", "q_value") if name in samples}
-    names = ["rank", "id", *(each for each in ("target", "prediction") if each in there)]
+    present = {name for name in ("target", "prediction", "q_value") if name in samples}
+    names = ["rank", "id", *(each for each in ("target", "prediction") if each in present)]
     if "group" in samples and samples["group"].nunique() > 1:
         names.append("group")
     names += ["loss", "grad_norm"]
     if score not in ("loss", "grad_norm", "log_norm") and score in samples:
         names.append(score)
-    names += ["percentile", *({"q_value"} & there)]
-    columns = [column_of(name, result) for name in names if name not in there or samples[name].notna().any()]
+    names += ["percentile", *({"q_value"} & present)]
+    columns = [
+        column_of(name, result) for name in names if name not in present or samples[name].notna().any()
+    ]
     return table("top", "The first ranks", columns, top_samples(samples, n).to_dict("records"))
 
 
@@ -39,20 +41,19 @@ def summary(result: AnalyzeResult) -> str:
     """What was done and found, in a few lines."""
     samples, manifest = result.samples, result.manifest
     judged, check = manifest.judged, manifest.self_check
-    nonfinite = int((samples["status"] == "nonfinite").sum())
-    listed = int((samples["is_outlier_issue"] & (samples["status"] == "ok")).sum())
     found = (
-        f"{listed:,} unlike the reference at a false discovery rate of {number(judged.fdr)}"
+        f"{judged.listed:,} unlike the reference at a false discovery rate of {number(judged.fdr)}"
         if judged.referenced
-        else f"{listed:,} in the review list (a list to look at, not a verdict)"
+        else f"{judged.listed:,} in the review list (a list to look at, not a verdict)"
     )
-    lines = [f"{count(len(samples))}, {found}, {nonfinite:,} with a loss or gradient that is not finite"]
+    nonfinite = f"{judged.counts.nonfinite:,} with a loss or gradient that is not finite"
+    lines = [f"{count(len(samples))}, {found}, {nonfinite}"]
     if manifest.labels is not None:
-        said = label_words(manifest.labels, result.class_names)
-        lines += [f"labels: {said}"] if said else []
+        agreement = label_words(manifest.labels, result.class_names)
+        lines += [f"labels: {agreement}"] if agreement else []
         warning = label_warning(manifest.labels, result.class_names)
         lines += [f"warning: {warning}"] if warning else []
-    if skipped := int((samples["status"] == "skipped").sum()):
+    if skipped := judged.counts.skipped:
         lines.append(f"{count(skipped)} without a rank (status: skipped); the column reasons says why")
     if judged.referenced:
         undecided, limit = f"not evaluable: {judged.why_not}", f"resolution limit: {judged.resolution}"
@@ -102,8 +103,8 @@ def run_content(result: AnalyzeResult, top: int) -> dict[str, Any]:
         "samples": len(samples),
         "in_dataset": in_dataset,
         "partial": len(samples) < in_dataset,
-        "nonfinite": int((samples["status"] == "nonfinite").sum()),
-        "review": int((samples["is_outlier_issue"] & (samples["status"] == "ok")).sum()),
+        "nonfinite": result.manifest.judged.counts.nonfinite,
+        "review": result.manifest.judged.listed,
         "top": json.loads(top_samples(samples, top).to_json(orient="records", double_precision=15)),
         "measures": {name: dict(measure.numbers) for name, measure in result.measures.items()},
         **{about: manifest.get(about) for about in ("labels", "self_check", "engine", "timings")},

@@ -11,7 +11,12 @@ import pandas as pd
 from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import MISSING, count, printable
-from psgrad.run.results.influence import HEADLINE, EvaluationResult, evaluation_content
+from psgrad.run.results.influence_evaluation import (
+    HEADLINE,
+    EvaluationResult,
+    Retrained,
+    evaluation_content,
+)
 
 Row = Mapping[Hashable, Any]
 
@@ -41,42 +46,31 @@ def write_evaluation(result: EvaluationResult, style: str, stream: TextIO) -> No
 
 def evaluation_facts(result: EvaluationResult) -> list[tuple[str, str]]:
     """What was done: (question, answer)."""
-    facts = result.facts
-    found = [("evaluated", TITLES[result.kind]), ("retrained", retrained_words(result))]
-    if "queries" in facts:
-        found.append(("queries", f"{facts['queries']:,}, each by the {result.unit}"))
-    if "ceiling" in facts:
-        found.append(("noise", ceiling_words(facts)))
-    return found
+    found = [
+        ("evaluated", TITLES[result.kind]),
+        ("retrained", f"{count(result.retrained.models, 'model')}: {_trained_words(result)}"),
+        ("queries", f"{result.retrained.queries:,}, each by the {result.unit}"),
+    ]
+    return found if result.kind == "removal" else [*found, ("noise", ceiling_words(result.retrained))]
 
 
-def retrained_words(result: EvaluationResult) -> str:
-    """How many models, of what."""
-    facts = result.facts
-    models = count(facts["models"], "model")
+def _trained_words(result: EvaluationResult) -> str:
+    done, seeds = result.retrained, f"{count(result.retrained.seeds, 'seed')} each"
     if result.kind == "lds":
-        return (
-            f"{models}: {facts['subsets']:,} subsets of {facts['fraction']:.0%} of the rows,"
-            f" {count(facts['seeds'], 'seed')} each"
-        )
+        return f"{done.subsets:,} subsets of {done.fraction:.0%} of the rows, {seeds}"
     if result.kind == "loo":
-        return (
-            f"{models}: without each of {count(facts['removals'], 'example')}, {facts['highest']} of them of"
-            " the highest influence"
-        )
-    return (
-        f"{models}: without the strongest proponents of each of {facts['queries']:,} queries,"
-        f" {count(facts['seeds'], 'seed')} each"
-    )
+        removals = count(done.removals or 0, "example")
+        return f"without each of {removals}, {done.highest} of them of the highest influence"
+    return f"without the strongest proponents of each of {done.queries:,} queries, {seeds}"
 
 
-def ceiling_words(facts: Mapping[str, Any]) -> str:
+def ceiling_words(done: Retrained) -> str:
     """How much of the truth is noise of retraining."""
-    if facts.get("ceiling") is None:
+    if done.ceiling is None:
         return "one training each, so that what the seeds do is not known"
     return (
-        f"best reachable {facts['ceiling']:.3f} (one seed agrees with another to {facts['single_seed']:.3f},"
-        f" the mean over the seeds with such a mean to {facts['reliability']:.3f})"
+        f"best reachable {done.ceiling:.3f} (one seed agrees with another to {done.single_seed:.3f},"
+        f" the mean over the seeds with such a mean to {done.reliability:.3f})"
     )
 
 

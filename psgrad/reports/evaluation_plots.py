@@ -21,7 +21,7 @@ from psgrad.reports.figures import (
     styled,
 )
 from psgrad.reports.words import brief
-from psgrad.run.results.influence import EvaluationResult
+from psgrad.run.results.influence_evaluation import EvaluationResult
 
 _NAME_LIMIT = 40
 _MOST_POINTS = 20_000

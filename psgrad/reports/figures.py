@@ -41,6 +41,16 @@ styled = style.context(str(Path(__file__).with_name("psgrad.mplstyle")))
 """A decorator: a function that draws does so in the look of psgrad.mplstyle."""
 
 
+class ShownFigure(Figure):
+    """A figure that a notebook shows, also where pyplot was never imported."""
+
+    @styled
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=80)
+        return buffer.getvalue()
+
+
 @dataclass(frozen=True)
 class Plot:
     """A figure with its words."""
@@ -105,7 +115,7 @@ def figure_with_panels(
     """A figure of a height in inches, with several pairs of axes, row by row. options: of matplotlib's
     `subplots`.
     """
-    figure = Figure(figsize=(8.0, height))
+    figure = ShownFigure(figsize=(8.0, height))
     return figure, figure.subplots(down, across, squeeze=False, **options).ravel().tolist()
 
 

@@ -32,7 +32,7 @@ from psgrad.reports.influence_words import (
     unit_words,
 )
 from psgrad.reports.page import about_run, render_template, title_of
-from psgrad.reports.pictures import excerpt, original_uri, picture_uri, shown_text
+from psgrad.reports.pictures import shown_input
 from psgrad.reports.spans import spans_of
 from psgrad.reports.tables import Table, TableColumn, column, number_column, table
 from psgrad.reports.words import (
@@ -103,7 +103,7 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
         tokens=list(token_pairs(result)),
         plots=plots,
         own=self_influences(result),
-        left_out=listed_names(manifest.influence.coverage.get("left_out", []), MAX_NAMED),
+        left_out=listed_names(manifest.influence.coverage.left_out, MAX_NAMED),
         one_checkpoint=len(result.facts) == 1,
     )
 
@@ -132,7 +132,7 @@ def shown_query(result: InfluenceResult, query_index: int) -> dict[str, Any]:
     query = None
     if query_index != ALL_INDEX:
         asked = query_example(result, query_index)
-        shown = shown_input(asked)
+        shown = shown_input(asked.input, PICTURE_SIDE)
         query = (asked, shown) if _is_seen(shown) else None
     helping, hurting = examples(result, query_index, PER_SIDE)
     return {
@@ -145,28 +145,13 @@ def shown_query(result: InfluenceResult, query_index: int) -> dict[str, Any]:
 
 def side(found: Sequence[Example], sign: str) -> dict[str, Any]:
     """The examples of one sign beside their inputs, as cards where these can be looked at, else a table."""
-    shown = [(each, shown_input(each)) for each in found]
+    shown = [(each, shown_input(each.input, PICTURE_SIDE)) for each in found]
     cards = any(_is_seen(each) for _, each in shown)
     return {
         "sign": sign,
         "examples": shown,
         "table": None if cards or not found else example_table(found, sign),
         "pictures": any(each["picture"] for _, each in shown),
-    }
-
-
-def shown_input(example: Example) -> dict[str, str | None]:
-    """The input of an example on a card, as far as it can be looked at: data URIs of a picture, as the model
-    and as the dataset has it, or a text.
-    """
-    sample = example.input
-    if sample is None:
-        return dict.fromkeys(("alt", "picture", "original", "text"))
-    return {
-        "alt": f"Input of {example.id}",
-        "picture": picture_uri(sample, PICTURE_SIDE),
-        "original": original_uri(sample, PICTURE_SIDE),
-        "text": excerpt(shown_text(sample)),
     }
 
 
@@ -236,8 +221,8 @@ MAX_FACTS = 30
 def fit_facts(result: InfluenceResult) -> list[tuple[str, str]]:
     """The method's facts about its fit and the checkpoints."""
     influence = result.manifest.influence
-    rates = [each.get("learning_rate") for each in influence.checkpoints]
-    paths = [str(each.get("path")) for each in influence.checkpoints]
+    rates = [each.learning_rate for each in influence.checkpoints]
+    paths = [str(each.path) for each in influence.checkpoints]
     known = any(rate is not None for rate in rates)
     found: list[tuple[str, Any]] = [
         ("Method", method_words(result.method)),

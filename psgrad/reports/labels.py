@@ -14,11 +14,11 @@ _ALL, _FIRST = 12, 5  # so many classes are all listed; of more the first ones a
 
 def label_words(facts: LabelFacts, names: Sequence[str] | None) -> str:
     """The names of the classes with their numbers, and the agreement; empty where neither is known."""
-    said = [_listed(names)] if names else []
+    parts = [_listed(names)] if names else []
     if facts.rows:
         share = percent(facts.agree / facts.rows, 0)
-        said.append(f"the model agrees with {share} of {facts.rows:,} {facts.of}")
-    return "; ".join(said)
+        parts.append(f"the model agrees with {share} of {facts.rows:,} {facts.of}")
+    return "; ".join(parts)
 
 
 def label_warning(facts: LabelFacts, names: Sequence[str] | None) -> str:

@@ -59,18 +59,18 @@ def histograms(measure: MeasureResult, samples: pd.DataFrame, columns: list[str]
     down = -(-len(columns) // across)
     figure, panels = figure_with_panels(2.3 * down, across, down)
     listed = samples["is_outlier_issue"].to_numpy(bool)
-    said = []
+    sentences = []
     for axes, column in zip(panels, columns, strict=False):
         values = samples[column].to_numpy(np.float64)
         finite = np.isfinite(values)
         missing = f" ({(~finite).sum():,} without a value)" if not finite.all() else ""
-        said.append(f"{_histogram(axes, values[finite], listed[finite], words_of(column))}{missing}.")
+        sentences.append(f"{_histogram(axes, values[finite], listed[finite], words_of(column))}{missing}.")
     for axes in panels[len(columns) :]:
         axes.axis("off")
     return Plot(
         f"measure_{_file_name(measure.name)}",
         f"{measure.title}: distribution",
-        f"Samples per bin; orange: those on the review list or named as outliers. {' '.join(said)}",
+        f"Samples per bin; orange: those on the review list or named as outliers. {' '.join(sentences)}",
         figure,
     )
 
@@ -112,7 +112,7 @@ def trajectories(measure: MeasureResult, samples: pd.DataFrame) -> Plot:
     steps = np.arange(1, len(measure.numbers["checkpoints"]) + 1)
     worst = samples[samples["rank"].notna().to_numpy()].nsmallest(MAX_LINES, "rank")
     figure, panels = figure_with_panels(3.4, 2)
-    said = []
+    sentences = []
     for axes, (name, words) in zip(panels, (("loss", "loss"), ("grad_norm", "gradient norm")), strict=True):
         values = np.where(np.isfinite(measure.arrays[name]), measure.arrays[name], np.nan).astype(np.float64)
         known = np.isfinite(values).any(axis=0)
@@ -121,7 +121,7 @@ def trajectories(measure: MeasureResult, samples: pd.DataFrame) -> Plot:
             middles = np.nanquantile(values[:, known], [0.05, 0.5, 0.95], axis=0)
             low[known], middle[known], high[known] = middles
             first, last = number(middle[known][0]), number(middle[known][-1])
-            said.append(f"the median {words} goes from {first} to {last}")
+            sentences.append(f"the median {words} goes from {first} to {last}")
         axes.fill_between(steps, low, high, color=REST, alpha=0.25, linewidth=0, label="middle 90 % of all")
         axes.plot(steps, middle, color=DARK, linewidth=2, label="median of all")
         lines = values[worst["index"].to_numpy(np.int64)].T
@@ -132,7 +132,7 @@ def trajectories(measure: MeasureResult, samples: pd.DataFrame) -> Plot:
         count_axis(axes, "x")
         legend_above(axes, columns=2)
     caption = (
-        f"Samples at {count(len(steps), 'checkpoint')}: {' and '.join(said)}. Orange: the first"
+        f"Samples at {count(len(steps), 'checkpoint')}: {' and '.join(sentences)}. Orange: the first"
         f" {len(worst)} ranks."
     )
     name = f"measure_{_file_name(measure.name)}_checkpoints"

@@ -1,4 +1,4 @@
-"""The section of each measure: what it is, its numbers, its figures and its tables."""
+"""The section of each measure: its figures and its tables."""
 
 from __future__ import annotations
 
@@ -9,31 +9,24 @@ import pandas as pd
 
 from psgrad.reports.figures import Plot
 from psgrad.reports.page import data_uri
-from psgrad.reports.tables import Pairs, Table, TableColumn, Writer, table
-from psgrad.reports.words import brief, cell, flat_words, key_of, label, words_of
-from psgrad.run.results import AnalyzeResult
+from psgrad.reports.tables import Table, TableColumn, Writer, table
+from psgrad.reports.words import cell, key_of, label, words_of
+from psgrad.run.results import AnalyzeResult, MeasureResult
 
 MAX_MEASURES = 40
 MAX_TABLES = 4
 MAX_ROWS = 100
 MAX_COLUMNS = 16
-MAX_NUMBERS = 40
-ABOUT_LIMIT = 600  # letters: a source has several papers, a warning two paths
 CLASS_COLUMNS = ("class", "other_class")  # of measures' tables: classes by their numbers
 
 
 @dataclass(frozen=True)
 class MeasureSection:
-    """What the page says of a measure. about: its formula, unit and source. numbers: of the whole dataset.
-    columns: the meanings of those that it brought. figures: each with its data URI. left_out: figures
-    that would make the page too large.
+    """A measure on the page. figures: each with its data URI. left_out: those that would make the page too
+    large.
     """
 
-    anchor: str
-    title: str
-    about: Pairs
-    numbers: Pairs
-    columns: Pairs
+    measure: MeasureResult
     figures: Sequence[tuple[Plot, str]]
     left_out: Sequence[Plot]
     tables: Sequence[Table]
@@ -54,8 +47,6 @@ def measure_sections(
                 room -= len(source)
             else:
                 left_out.append(plot)
-        about = [("Formula", measure.formula), ("Unit", measure.unit), ("Source", measure.source)]
-        meanings = measure.meanings.items()
         tables = [
             frame_table(
                 f"measure-{place}-{number}", f"{measure.title}: {words_of(name)}", frame, result.class_names
@@ -63,16 +54,7 @@ def measure_sections(
             for number, (name, frame) in enumerate(list(measure.tables.items())[:MAX_TABLES])
             if len(frame)
         ]
-        yield MeasureSection(
-            anchor=f"measure-{place}",
-            title=brief(measure.title or measure.name, 100),
-            about=[(name, brief(str(value), ABOUT_LIMIT)) for name, value in about if value],
-            numbers=flat_words(measure.numbers, ABOUT_LIMIT)[:MAX_NUMBERS],
-            columns=[(words_of(column), brief(meaning, ABOUT_LIMIT)) for column, meaning in meanings],
-            figures=figures,
-            left_out=left_out,
-            tables=tables,
-        )
+        yield MeasureSection(measure, figures, left_out, tables)
 
 
 def frame_table(name: str, caption: str, frame: pd.DataFrame, class_names: Sequence[str] | None) -> Table:

@@ -19,6 +19,7 @@ from psgrad.reports.words import (
     brief,
     cell,
     count,
+    flat_words,
     identifier,
     label,
     number,
@@ -27,9 +28,13 @@ from psgrad.reports.words import (
     words_of,
 )
 from psgrad.run.results.manifest import RunManifest
+from psgrad.wording import correlation
 
 if TYPE_CHECKING:
     import jinja2
+
+ABOUT_LIMIT = 600  # letters: a source has several papers, a warning two paths
+MAX_NUMBERS = 40
 
 
 def render_template(template: str, **values: Any) -> str:
@@ -54,10 +59,13 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     templates.filters |= {
+        "about": lambda value: brief(str(value), ABOUT_LIMIT),
         "brief": lambda value, limit: brief(str(value), limit),
         "cell": cell,
+        "correlation": correlation,
         "counted": count,
         "fact": lambda value: brief(str(value), FACT_LIMIT),
+        "flat": lambda facts: flat_words(facts, ABOUT_LIMIT)[:MAX_NUMBERS],
         "identifier": identifier,
         "label": label,
         "number": number,

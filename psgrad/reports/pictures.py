@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from psgrad.reports.page import data_uri
-from psgrad.reports.words import brief, values_line
+from psgrad.reports.words import brief, identifier, values_line
 from psgrad.run.results import TopSample
 
 Array = np.ndarray[Any, Any]
@@ -86,6 +86,20 @@ def original_uri(sample: TopSample, side: int) -> str | None:
     buffer = io.BytesIO()
     picture.save(buffer, format="jpeg", quality=80)
     return data_uri("image/jpeg", buffer.getvalue())
+
+
+def shown_input(sample: TopSample | None, side: int) -> dict[str, str | None]:
+    """What a page shows of a sample's input: data URIs of its picture, as the model and as the dataset has
+    it, or a text; and words for readers who can't see it. Nothing of an input that was not kept.
+    """
+    if sample is None:
+        return dict.fromkeys(("alt", "picture", "original", "text"))
+    return {
+        "alt": f"Input of sample {identifier(sample.id)}",
+        "picture": picture_uri(sample, side),
+        "original": original_uri(sample, side),
+        "text": None if sample.image is not None else excerpt(shown_text(sample)),
+    }
 
 
 def shown_text(sample: TopSample) -> str | None:

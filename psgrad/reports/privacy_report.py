@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from psgrad.reports.page import data_uri, render_template
-from psgrad.reports.privacy import RELATIONS, compact, epsilon, sampling_words, seeded
+from psgrad.reports.privacy import RELATIONS, compact, epsilon, guarantee, sampling_words, seeded
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import count, number, percent
@@ -16,14 +16,13 @@ from psgrad.run.results.privacy_report import DPReport
 
 
 def write_report(report: DPReport, style: str, stream: TextIO) -> None:
-    """style: 'terminal', facts, tables, the paragraph and the page's path, or 'json', one object."""
+    """style: 'terminal', facts, a table, the guarantee and the page's path, or 'json', one object."""
     if style == "json":
-        said = {"pitfalls": pitfalls(report.step), "statement": statement(report)}
-        write_json({**asdict(report), **said}, stream)
+        write_json({**asdict(report), "pitfalls": pitfalls(report.step)}, stream)
         return
     stream.write(facts_lines(facts(report)) + "\n")
     print_table(assumption_table(report), stream)
-    stream.write(f"\n{statement(report)}\n\n{report.page}\n")
+    stream.write(f"\n{guarantee(report.step)}\n\n{report.page}\n")
 
 
 def facts(report: DPReport) -> list[tuple[str, str]]:
@@ -34,7 +33,10 @@ def facts(report: DPReport) -> list[tuple[str, str]]:
         ("other deltas", "; ".join(f"{epsilon(each)} at {compact(at)}" for at, each in report.epsilons)),
         ("mu", f"{epsilon(report.mu)}: at least as private as mu-GDP, for every delta from {delta} on"),
     ]
-    found += [(f"attack, {percent(false)} false", attack_words(true)) for false, true in report.attacks]
+    for false, true in report.attacks:
+        most = percent(min(true + 5e-4, 1.0))  # rounded up
+        words = f"at most {most} of the records that are in the data are found"
+        found.append((f"attack, {percent(false)} false", words))
     for records, each in report.groups:
         words = f"epsilon {epsilon(each)}" if each is not None else "no bound"
         found.append((f"{records} records", f"{words} at delta {delta}"))
@@ -50,11 +52,6 @@ def facts(report: DPReport) -> list[tuple[str, str]]:
         ("sampling", f"{sampling_words(step)}, as run and as accounted"),
         *((f"OPEN: {name}", words) for name, words in pitfalls(step).items()),
     ]
-
-
-def attack_words(true_positive: float) -> str:
-    """What an attacker can achieve, rounded up."""
-    return f"at most {percent(min(true_positive + 5e-4, 1.0))} of the records that are in the data are found"
 
 
 def assumption_table(report: DPReport) -> Table:
@@ -85,28 +82,6 @@ def pitfalls(step: dict[str, Any]) -> dict[str, str]:
     return {name: words for name, (is_open, words) in possible.items() if is_open}
 
 
-def statement(report: DPReport) -> str:
-    """A paragraph for a privacy statement."""
-    step, budget = report.step, report.step.get("budget")
-    rate, found = report.attacks[-1]
-    assumed = [each["name"] for each in report.assumptions if each["status"] != "checked"]
-    together = (
-        ""
-        if budget is None
-        else f" All runs on these data that share its budget keep to epsilon {compact(budget['epsilon'])} at"
-        f" delta {compact(budget['delta'])} together."
-    )
-    return (
-        f"The model was trained with differentially private gradient descent ({step['optimizer']['name']} on"
-        f" clipped and noised sums; {sampling_words(step)}). What is published is"
-        f" ({epsilon(report.epsilon)}, {compact(step['delta'])})-differentially private for {step['unit']},"
-        f" where {RELATIONS[step['relation']]}. An attacker who accepts {percent(rate)} false accusations"
-        f" finds {attack_words(found).removesuffix(' are found')}.{together} One trusted party holds the data"
-        " and ran the training; the guarantee assumes of it what no program can check:"
-        f" {', '.join(assumed)}."
-    )
-
-
 def render(report: DPReport, figure: bytes | None) -> str:
     """The page as HTML. figure: of epsilon against steps, as the run drew it."""
     return render_template(
@@ -115,8 +90,7 @@ def render(report: DPReport, figure: bytes | None) -> str:
         report=report,
         step=report.step,
         facts=facts(report),
-        assumptions=assumption_table(report),
-        statement=statement(report),
+        guarantee=guarantee(report.step),
         figure=None if figure is None else data_uri("image/png", figure),
         sampling=sampling_words(report.step),
         relation=RELATIONS[report.step["relation"]],

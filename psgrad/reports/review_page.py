@@ -11,11 +11,10 @@ import pandas as pd
 
 from psgrad.reports.ci import verdict_lines
 from psgrad.reports.page import about_run, render_template
-from psgrad.reports.pictures import excerpt, picture_uri, shown_text
+from psgrad.reports.pictures import shown_input
 from psgrad.reports.tables import Table, TableColumn, Writer, column, number_column, table
 from psgrad.reports.terminal import print_table
 from psgrad.reports.words import MISSING, brief, count, duration, identifier, number, percent
-from psgrad.run.results import TopSample
 from psgrad.run.results.review import SUSPECT, GroupChange, ReviewResult
 
 _CARDS, _QUERIES, _TERMINAL_ROWS = 30, 30, 10
@@ -78,6 +77,12 @@ def trust_words(result: ReviewResult) -> str:
     if trust.exact:
         steps = count(trust.steps, "Newton step")
         made = f"The model is affine in its parameters: {steps} lead to the minimum of the changed objective."
+    elif trust.index is not None:
+        made = (
+            f"The prediction is one step of the curvature that the index {trust.index} holds, with the rows"
+            " that changed, to first order in the parameters; no other training row was computed. It ranks,"
+            " and is no amount by itself."
+        )
     else:
         made = (
             "The prediction is one step of the curvature of the changed data, to first order in the"
@@ -169,22 +174,13 @@ def _worst_sets(result: ReviewResult) -> tuple[GroupChange, ...]:
 
 def _card(result: ReviewResult, place: int) -> RowCard:
     row = result.changes.iloc[place]
-    before, after = result.inputs.get(place, (None, None))
     what = f" ({row['what']})" if row["what"] else ""
     effect, query = _signed(row["predicted_effect"]), identifier(row["worst_query"])
     words = f"{row['kind']}{what}; effect {effect}, most on {query}"
-    return RowCard(identifier(row["id"]), words, _input(before), _input(after), brief(row["reasons"], 300))
-
-
-def _input(sample: TopSample | None) -> Any:
-    if sample is None:
-        return None
-    return {
-        "picture": picture_uri(sample, _SIDE),
-        "text": excerpt(shown_text(sample)) if sample.image is None else None,
-        "original": None,
-        "alt": f"input of {identifier(sample.id)}",
-    }
+    before, after = (
+        None if each is None else shown_input(each, _SIDE) for each in result.inputs.get(place, (None, None))
+    )
+    return RowCard(identifier(row["id"]), words, before, after, brief(row["reasons"], 300))
 
 
 def _interval(each: GroupChange) -> str:

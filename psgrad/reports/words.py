@@ -179,4 +179,4 @@ def brief(text: str, limit: int, keep: str = "") -> str:
 
 def _is_missing(value: Any) -> bool:
     # pandas' NA is neither a float nor equal to itself.
-    return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value))
+    return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, Real) and math.isnan(value))

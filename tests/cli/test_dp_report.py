@@ -27,7 +27,7 @@ def private(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, finished: dict[str, Path], tmp_path_factory: Any
 ) -> PrivateWorkplace:
     """A workplace with a run of 4 of 20 steps, which is made once."""
-    monkeypatch.setattr("psgrad.commands.private_steps.write_plots", lambda result, folder, unit: None)
+    monkeypatch.setattr("psgrad.reports.figures.Plot.png", lambda plot: b"a figure")
     private = PrivateWorkplace(workplace)
     if not finished:
         private.succeeded("--steps", "4")

@@ -13,7 +13,8 @@ import pytest
 
 from psgrad.cli import main
 from psgrad.run.results import Progress
-from psgrad.run.results.influence import EVALUATION_COLUMNS, EvaluationResult, IndexResult
+from psgrad.run.results.influence import IndexResult
+from psgrad.run.results.influence_evaluation import EVALUATION_COLUMNS, EvaluationResult, Retrained
 from tests.cli.conftest import stand_in
 from tests.reports.influence_runs import UNIT, result
 
@@ -40,8 +41,8 @@ class Stage:
                 **{key: [0.5] for key in EVALUATION_COLUMNS["loo"]},
             }
         )
-        facts = {"models": 5, "removals": 4, "highest": 1}
-        found = EvaluationResult("loo", "influence", table, facts, pd.DataFrame(), UNIT, Path("runs/out-loo"))
+        done = Retrained(3, 1, 5, removals=4, highest=1)
+        found = EvaluationResult("loo", "influence", table, done, pd.DataFrame(), UNIT, Path("runs/out-loo"))
         return self._called("evaluate_influence", arguments, options, progress, found)
 
     def _called(

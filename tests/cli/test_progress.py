@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 
@@ -113,3 +116,17 @@ def test_phase_without_a_count_shows_its_detail() -> None:
         bars(Progress(0, 0, "fit", detail="pass 3, row 8 of 300"))
         bars._bars.refresh()
     assert "pass 3, row 8 of 300" in terminal.getvalue()
+
+
+def test_a_notebook_has_a_bar_where_ipywidgets_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ZMQInteractiveShell:  # by its name rich knows a notebook
+        pass
+
+    found = ModuleType("ipywidgets")
+    found.__spec__ = ModuleSpec("ipywidgets", None)
+    monkeypatch.setitem(sys.modules, "ipywidgets", found)
+    assert isinstance(progress_display(stream=io.StringIO()), PlainDisplay)
+    monkeypatch.setattr("builtins.get_ipython", ZMQInteractiveShell, raising=False)
+    assert isinstance(progress_display(stream=io.StringIO()), BarDisplay)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    assert isinstance(progress_display(stream=io.StringIO()), PlainDisplay)

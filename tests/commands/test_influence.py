@@ -28,19 +28,12 @@ def place(
     return influence_place
 
 
-def expected_products(place: InfluenceWorkplace) -> np.ndarray:
-    """[n, m]: the inner products of gradients, by a loop."""
-    training = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"])
-    queries = loop_of_gradients(place.model, place.queries["x"], place.queries["y"])
-    return (training @ queries.T).numpy()
-
-
 # -- What comes out ------------------------------------------------------------------------------------------
 
 
 def test_each_query_has_its_strongest_of_either_sign(place: InfluenceWorkplace) -> None:
     ranked = place.ranked("--top", "4")
-    products = expected_products(place)
+    products = place.products()
     assert list(ranked.columns) == ["query_id", "query_index", "rank", "train_id", "train_index", "score"]
     for query in range(QUERIES):
         rows = ranked[ranked["query_index"] == query]
@@ -63,7 +56,7 @@ def test_each_query_has_its_strongest_of_either_sign(place: InfluenceWorkplace) 
 @pytest.mark.report
 def test_the_files_of_a_run(place: InfluenceWorkplace) -> None:
     ranked = place.ranked("--matrix")
-    products, folder = expected_products(place), place.folder / "out"
+    products, folder = place.products(), place.folder / "out"
     matrix = load_file(folder / "matrix.safetensors")
     np.testing.assert_allclose(matrix["scores"], products, rtol=1e-4, atol=1e-6)
     assert matrix["train_index"].tolist() == list(range(ROWS))
@@ -90,13 +83,12 @@ def test_the_files_of_a_run(place: InfluenceWorkplace) -> None:
 def test_a_margin_explains_with_the_sign_of_help(place: InfluenceWorkplace) -> None:
     """What raises the margin helps, as does what lowers the loss."""
     place.section["measurement"] = "margin"
-    place.ranked("--matrix")
+    found = place.matrix()["scores"]
     said = place.manifest()["influence"]
     assert said["sign"] == "positive: the training example helps the query; negative: it hurts"
     assert said["unit"].startswith("fall of the query's margin, in nats, if one gradient step")
     assert said["predicts_removal"] is False
-    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
-    products = expected_products(place)
+    products = place.products()
     with torch.no_grad():
         wrong = 1 - torch.softmax(place.model(torch.tensor(place.queries["x"]).double()), 1)
     # The gradient of the loss is that of minus the margin, times the probability of being wrong.
@@ -110,8 +102,7 @@ def test_a_margin_explains_with_the_sign_of_help(place: InfluenceWorkplace) -> N
 
 def test_chosen_parameters_alone_count(place: InfluenceWorkplace) -> None:
     place.section["parameters"] = ["2.*"]
-    place.ranked("--matrix")
-    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    found = place.matrix()["scores"]
     last = slice(-18, None)  # 2.weight [3, 5] and 2.bias [3]
     training = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"])[:, last]
     queries = loop_of_gradients(place.model, place.queries["x"], place.queries["y"])[:, last]
@@ -134,22 +125,19 @@ def test_queries_may_be_rows_of_the_training_data(place: InfluenceWorkplace) -> 
 def test_queries_in_small_blocks_are_ranked_as_at_once(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_once = place.ranked("--matrix")
-    matrix = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    matrix = place.matrix()["scores"]
+    at_once = pd.read_parquet(place.folder / "out" / "scores.parquet")
     monkeypatch.setattr("psgrad.commands.influence_scores.queries_at_once", lambda setup: 2)
-    in_blocks = place.ranked("--matrix", "--overwrite")
+    np.testing.assert_allclose(place.matrix()["scores"], matrix, rtol=1e-5, atol=1e-9)
+    in_blocks = pd.read_parquet(place.folder / "out" / "scores.parquet")
     pd.testing.assert_frame_equal(at_once, in_blocks, rtol=1e-5, atol=1e-9)
-    np.testing.assert_allclose(
-        load_file(place.folder / "out" / "matrix.safetensors")["scores"], matrix, rtol=1e-5, atol=1e-9
-    )
 
 
 def test_relative_influence_is_that_of_its_definition(place: InfluenceWorkplace) -> None:
     place.section["normalize"] = "self_influence"
-    place.ranked("--matrix")
+    found = place.matrix()["scores"]
     norms = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"]).norm(dim=1).numpy()
-    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
-    np.testing.assert_allclose(found, expected_products(place) / norms[:, None], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found, place.products() / norms[:, None], rtol=1e-4, atol=1e-6)
     said = place.manifest()["influence"]
     assert said["predicts_removal"] is False
     assert said["unit"].endswith("by the square root of the training example's influence on itself")
@@ -164,12 +152,8 @@ def test_tracin_adds_up_checkpoints_by_their_learning_rate(place: InfluenceWorkp
         place.save_checkpoint(name, seed)
         torch.manual_seed(seed)
         model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-        products = (
-            loop_of_gradients(model, place.arrays["x"], place.arrays["y"])
-            @ loop_of_gradients(model, place.queries["x"], place.queries["y"]).T
-        )
-        each.append(rate * products.numpy())
-        expected = expected + rate * products.numpy()
+        each.append(rate * place.products(model))
+        expected = expected + each[-1]
     place.section["method"] = "tracin"
     place.section["checkpoints"] = [
         {"path": "a.safetensors", "learning_rate": 0.5},
@@ -198,8 +182,7 @@ def test_two_checkpoints_are_not_the_first_one_twice(place: InfluenceWorkplace) 
     place.save_checkpoint("b.safetensors", 4)
     for names in (["a.safetensors"], ["b.safetensors"], ["a.safetensors", "b.safetensors"]):
         place.section["checkpoints"] = names
-        place.ranked("--matrix", "--overwrite")
-        matrices.append(load_file(place.folder / "out" / "matrix.safetensors")["scores"])
+        matrices.append(place.matrix()["scores"])
     alike = [scores / np.sqrt(np.mean(scores**2, axis=0)) for scores in matrices[:2]]
     np.testing.assert_allclose(matrices[2], (alike[0] + alike[1]) / 2, rtol=1e-4, atol=1e-7)
     assert not np.allclose(matrices[0], matrices[1])
@@ -270,7 +253,7 @@ def test_rows_that_are_not_finite_are_named_left_out_and_counted(place: Influenc
     assert matrix["train_index"].tolist() == [row for row in range(ROWS) if row not in (3, 8)]
     assert matrix["query_index"].tolist() == [0, 2, 3, 4]
     assert np.isfinite(matrix["scores"]).all()
-    expected = expected_products(place)[np.ix_(matrix["train_index"], matrix["query_index"])]
+    expected = place.products()[np.ix_(matrix["train_index"], matrix["query_index"])]
     np.testing.assert_allclose(matrix["scores"], expected, rtol=1e-4, atol=1e-6)
     training = pd.read_parquet(place.folder / "out" / "self_influence.parquet")
     assert training.loc[training["status"] == "nonfinite", "index"].tolist() == [3, 8]
@@ -383,8 +366,7 @@ def convex(place: InfluenceWorkplace, weight_decay: float = 0.05) -> np.ndarray:
 @pytest.mark.long
 def test_amounts_of_a_convex_model_are_retraining_and_checked(place: InfluenceWorkplace) -> None:
     truth = convex(place)
-    place.ranked("--matrix")
-    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    found = place.matrix()["scores"]
     slope = np.polyfit(found.ravel(), truth.ravel(), 1)[0]
     assert abs(slope - 1) < 0.02
     said = place.manifest()["influence"]
@@ -524,31 +506,23 @@ def test_scores_beyond_the_loss_of_a_query_are_marked(place: InfluenceWorkplace)
     assert "beyond_loss" not in place.ranked("--overwrite")
 
 
-@pytest.mark.sweep
-def test_self_influence_by_solves_follows_its_predicted_time(
-    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+def test_self_influence_by_a_solve_an_example_is_computed_where_the_config_asks(
+    place: InfluenceWorkplace,
 ) -> None:
-    by_solves = {"name": "influence", "solver": "conjugate_gradient", "relative_damping": 1.0}
-    place.section["method"] = by_solves
     place.section["check"] = "never"
 
-    def run(wanted: str) -> tuple[str, pd.DataFrame]:
-        place.section["self_influence"] = wanted
+    def run(wanted: str, solver: str) -> tuple[str, pd.DataFrame]:
+        changes: dict[str, Any] = {
+            "self_influence": wanted,
+            "method": {"name": "influence", "solver": solver, "relative_damping": 1.0},
+        }
+        place.section.update(changes)
         outcome = place.influence("--overwrite")
         assert outcome.code == 0, outcome.err
         return outcome.err, pd.read_parquet(place.folder / "out" / "self_influence.parquet")
 
-    heard, table = run("auto")  # 24 solves take no time
-    assert "self-influence takes" not in heard
-    own = table["self_influence"]
-    monkeypatch.setattr("psgrad.commands.influence._SELF_SECONDS", 0.0)
-    heard, table = run("auto")
-    assert "self-influence takes a solve for each of the 24 training examples, predicted to take" in heard
-    assert "and is left out; solver: exact or dual" in heard
+    heard, table = run("auto", "conjugate_gradient")
+    assert "self-influence is left out, as it takes a solve for each of 24 training examples" in heard
     assert "self_influence" not in table
-    heard, table = run("always")
-    assert "predicted to take" in heard
-    assert "self_influence: never leaves it out" in heard
-    np.testing.assert_allclose(table["self_influence"], own, rtol=1e-4)
-    place.section["method"] = {**by_solves, "solver": "exact"}
-    np.testing.assert_allclose(run("auto")[1]["self_influence"], own, rtol=1e-4)
+    own = run("always", "conjugate_gradient")[1]["self_influence"]
+    np.testing.assert_allclose(run("auto", "exact")[1]["self_influence"], own, rtol=1e-4)

@@ -8,9 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors.numpy import load_file
 
-from tests.influence_workplace import InfluenceWorkplace, loop_of_gradients
+from tests.influence_workplace import InfluenceWorkplace
 
 DATASET = """\
 import numpy as np
@@ -36,12 +35,6 @@ def place(influence_place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) 
     found = influence_place
     monkeypatch.setattr("psgrad.reports.influence_page.write_influence_report", lambda result, write: None)
     return found
-
-
-def products(place: InfluenceWorkplace) -> np.ndarray:
-    """[n, m]: the inner products of gradients, by a loop."""
-    training = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"])
-    return (training @ loop_of_gradients(place.model, place.queries["x"], place.queries["y"]).T).numpy()
 
 
 def with_index(place: InfluenceWorkplace, **options: str) -> None:
@@ -171,8 +164,8 @@ def test_an_index_damps_by_the_rows_that_have_a_gradient(place: InfluenceWorkpla
 def test_a_query_without_scores_takes_none_from_the_queries_as_a_whole(place: InfluenceWorkplace) -> None:
     place.save_queries(y=np.array([0, 1, -100, 2, 1]))  # the third has no gradient, and so no cosine
     place.section["method"] = "gradient_cosine"
-    ranked = place.ranked("--matrix")
-    scores = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    scores = place.matrix()["scores"]
+    ranked = pd.read_parquet(place.folder / "out" / "scores.parquet")
     assert np.isnan(scores[:, 2]).all()
     expected = scores[:, [0, 1, 3, 4]].mean(1)
     overall = pd.read_parquet(place.folder / "out" / "self_influence.parquet")["overall"]
@@ -184,7 +177,6 @@ def test_a_query_without_scores_takes_none_from_the_queries_as_a_whole(place: In
 def test_a_query_to_be_ignored_has_no_margin(place: InfluenceWorkplace) -> None:
     place.save_queries(y=np.array([0, 1, -100, 2, 1]))
     place.section["measurement"] = "margin"
-    place.ranked("--matrix")
-    scores = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    scores = place.matrix()["scores"]
     assert (scores[:, 2] == 0).all()
     assert (scores[:, [0, 1, 3, 4]] != 0).all()

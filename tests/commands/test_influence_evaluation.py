@@ -73,12 +73,6 @@ class EvaluationWorkplace(InfluenceWorkplace):
             weights, torch.tensor(self.queries["x"]).double(), torch.tensor(self.queries["y"])
         )
 
-    def products(self) -> np.ndarray:
-        """[n, m]: gradient products at the minimum, by a loop."""
-        model = linear(self.minimum)
-        training = loop_of_gradients(model, self.arrays["x"], self.arrays["y"])
-        return (training @ loop_of_gradients(model, self.queries["x"], self.queries["y"]).T).numpy()
-
 
 @pytest.fixture
 def place(
@@ -100,7 +94,7 @@ def subsets_of(place: EvaluationWorkplace, count: int) -> np.ndarray:
 @pytest.mark.long
 def test_lds_is_the_rank_correlation_with_subsets_that_numpy_retrains(place: EvaluationWorkplace) -> None:
     found = place.evaluated("lds")["lds"]
-    drawn, products = subsets_of(place, 12), place.products()
+    drawn, products = subsets_of(place, 12), place.products(linear(place.minimum))
     outcomes = np.stack([place.retrained(np.flatnonzero(subset)) for subset in drawn])
     each = [stats.spearmanr(drawn @ products[:, q], -outcomes[:, q]).statistic for q in range(QUERIES)]
     assert found["mean"] == pytest.approx(np.mean(each), abs=1e-9)
@@ -170,7 +164,7 @@ def test_removal_curves_are_what_numpy_retrains(place: EvaluationWorkplace) -> N
     place.evaluate |= {"ks": [2, 5], "queries": 3, "methods": ["gradient_cosine"]}
     found = place.evaluated("removal")["removal"]
     asked = np.sort(np.random.default_rng([0, 2]).choice(np.arange(QUERIES), 3, replace=False))
-    products, whole = place.products(), place.losses(place.minimum)
+    products, whole = place.products(linear(place.minimum)), place.losses(place.minimum)
     for entry in found["curve"] if "curve" in found else found["methods"]["gradient_dot"]["curve"]:
         rises = []
         for query in asked:

@@ -34,13 +34,7 @@ from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_part
 from tests.workplace import ROWS, Workplace
 
 PUBLIC = {"epsilon.png", "ledger.jsonl", "model.safetensors", "noisy_sum.safetensors", "step.json"}
-PRIVATE = {
-    "NOT_PRIVATE_clip_fraction.png",
-    "NOT_PRIVATE_losses.png",
-    "NOT_PRIVATE_manifest.json",
-    "NOT_PRIVATE_norms.png",
-    "NOT_PRIVATE_steps.parquet",
-}
+PRIVATE = {"NOT_PRIVATE_manifest.json", "NOT_PRIVATE_steps.parquet"}
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tests.private_workplace import PRIVACY
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> IdentityWorkplace:
     monkeypatch.setattr("psgrad.reports.analyze_page.write_report", lambda result, write: None)
     monkeypatch.setattr("psgrad.commands.analyze_passes._ROWS_PER_SHARD", 4)
-    monkeypatch.setattr("psgrad.commands.private_steps.write_plots", lambda result, folder, unit: None)
+    monkeypatch.setattr("psgrad.reports.figures.Plot.png", lambda plot: b"a figure")
     monkeypatch.setattr(
         "psgrad.commands.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
     )

@@ -74,5 +74,5 @@ def test_what_is_public_names_no_path_command_or_commit(
 
 @pytest.fixture
 def private_workplace(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr("psgrad.commands.private_steps.write_plots", lambda result, folder, unit: None)
+    monkeypatch.setattr("psgrad.reports.figures.Plot.png", lambda plot: b"a figure")
     return PrivateWorkplace(workplace)

@@ -20,13 +20,13 @@ class Rows(Samples):
 
     def __init__(self, names: list[str], *inputs: Any) -> None:
         super().__init__(np.array(["row"]), None, "")
-        self.names, self.block = names, Block(tuple(torch.as_tensor(x)[None] for x in inputs), None)
+        self.input_names, self.block = (
+            tuple(names),
+            Block(tuple(torch.as_tensor(x)[None] for x in inputs), None),
+        )
 
     def take(self, rows: Any) -> Block:
         return self.block
-
-    def input_names(self) -> list[str]:
-        return self.names
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,6 @@ def test_arrays_come_back_in_blocks_of_any_size(tmp_path: Path, suffix: str, blo
         torch.cat([one.target for one in blocks if one.target is not None]),
         torch.tensor(LABELS, dtype=torch.int64),
     )
-    assert samples.targets is not None
     assert samples.targets.tolist() == LABELS.tolist()
     assert samples.ids.tolist() == (
         list(range(100, 100 + ROWS)) if suffix == "safetensors" else NAMES.tolist()
@@ -103,7 +102,6 @@ def test_targets_with_axes_are_not_held(tmp_path: Path) -> None:
         samples = load(tmp_path, f"data.{suffix}", inputs="pixels", target="tokens")
         block = samples.read(2, 4)
         assert samples.targets is None
-        assert block.target is not None
         assert block.target.tolist() == TOKENS[2:4].tolist()
 
 
@@ -165,7 +163,6 @@ def test_parquet_fixed_size_lists_and_categories(tmp_path: Path) -> None:
     samples = load(tmp_path, name, inputs="v", target="y", id="id")
     assert samples.read(1, 4).inputs[0].shape == (3, 2)
     assert samples.ids.tolist() == list("abcde")
-    assert samples.targets is not None
     assert samples.targets.tolist() == [0, 1, 0, 1, 2]
 
 
@@ -176,7 +173,6 @@ def test_an_empty_cell_among_fractions_is_nan(tmp_path: Path) -> None:
     for suffix in ("parquet", "csv"):
         samples = load(tmp_path, f"data.{suffix}", inputs=["a"], target="y")
         assert samples.read(0, 3).inputs[0].isnan().flatten().tolist() == [False, True, False]
-        assert samples.targets is not None
         assert np.isnan(samples.targets).tolist() == [False, False, True]
 
 
@@ -211,7 +207,6 @@ def test_any_rows_in_any_order(formats: Path, suffix: str, rows: list[int]) -> N
     inputs = ["a", "b"] if suffix == "csv" else ["pixels", "tokens"]
     arrays, target = taken(load(formats, f"data.{suffix}", inputs=inputs, target="label"), rows)
 
-    assert target is not None
     assert target.tolist() == LABELS[rows].tolist()
     if suffix != "csv":
         assert torch.equal(arrays[0], torch.tensor(PIXELS[rows], dtype=torch.float32))
@@ -231,7 +226,6 @@ def test_rows_are_taken_from_row_groups_with_categories_of_their_own(tmp_path: P
     pq.write_table(table, tmp_path / "data.parquet", row_group_size=1)
     block = load(tmp_path, "data.parquet", inputs="v", target="y").take(np.array([3, 1, 2]))
     assert block.inputs[0].tolist() == [[4], [2], [3]]
-    assert block.target is not None
     assert block.target.tolist() == [7, 8, 9]
 
 
@@ -247,7 +241,6 @@ def test_units_are_a_column_in_which_ids_occur_more_than_once(tmp_path: Path, su
     config = DataConfig(path=Path(f"data.{suffix}"), inputs="x")
 
     units = load_data(config, tmp_path, unit="user").units
-    assert units is not None
     assert units.dtype == np.int64
     assert units.tolist() == users.tolist()
     assert load_data(config, tmp_path).units is None
@@ -293,7 +286,6 @@ def test_csv_with_all_its_oddities(tmp_path: Path) -> None:
     assert samples.ids.tolist() == ["007", "8"]
     vectors = samples.read(0, 2).inputs[0]
     torch.testing.assert_close(vectors, torch.tensor([[1, 1e-3], [-2, float("nan")]]), equal_nan=True)
-    assert samples.targets is not None
     assert samples.targets.tolist() == [1, 2]
 
 
@@ -306,7 +298,6 @@ def test_csv_types_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.M
 
     assert len(samples) == 52
     assert samples.ids.tolist() == [row.split(",")[0] for row in rows]
-    assert samples.targets is not None
     assert samples.targets.dtype == np.int64
     values = torch.cat(
         [samples.read(start, min(start + 7, 52)).inputs[0] for start in range(0, 52, 7)]

@@ -65,13 +65,11 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_folder_for_each_class(folder: Path) -> None:
     samples = load(folder, images="images")
-    assert samples.targets is not None
     assert samples.targets.tolist() == [0, 1, 1]
     assert samples.class_names == ("cat", "dog")
     assert samples.ids.tolist() == ["cat/c.png", "dog/a2.png", "dog/b1.png"]
     assert samples.notes[0] == "label: labels in sorted order: 0 cat, 1 dog"
     block = samples.read(0, 3)
-    assert block.target is not None
     assert block.target.tolist() == [0, 1, 1]
     for row, name in enumerate(("cat/c", "dog/a2", "dog/b1")):
         values = np.asarray(Image.open(folder / "images" / f"{name}.png"))
@@ -95,7 +93,6 @@ def test_table_in_a_folder_of_images_is_read_in_place_of_the_folder(folder: Path
         load(folder, images="images", target="y")
     samples = load(folder, path="images/metadata.csv", image="file_name", target="y", id="uid")
     assert samples.ids.tolist() == ["u0", "u1"]
-    assert samples.targets is not None
     assert samples.targets.tolist() == [2, 0]
     values = np.asarray(Image.open(folder / "images" / "cat" / "c.png"))
     assert torch.equal(samples.read(1, 2).inputs[0][0], expected(values))
@@ -206,7 +203,6 @@ def test_a_pretrained_models_own_processor(folder: Path) -> None:
     pretrained = Pretrained(folder / "model", "image-classification", config)
     samples = load(folder, pretrained, images="images")
     assert samples.keywords == ("pixel_values",)
-    assert samples.targets is not None
     assert samples.targets.tolist() == [1, 0, 0]  # the labels of the head, not of the sorted folders
     paths = ["cat/c.png", "dog/a2.png", "dog/b1.png"]
     images = [Image.open(folder / "images" / path) for path in paths]
@@ -222,13 +218,10 @@ def test_a_pretrained_models_own_processor(folder: Path) -> None:
 def test_images_are_shown_as_in_the_dataset_too(tmp_path: Path) -> None:
     values = save(tmp_path / "images" / "a" / "0.png", pixels(20, 30))
     shown = input_of(load(tmp_path, images="images", size=10, crop=[6, 8]), 0)
-    assert shown.image is not None
     assert shown.image.shape == (3, 6, 8)
-    assert shown.original is not None
     assert np.array_equal(shown.original, values)
     large = save(tmp_path / "images" / "a" / "0.png", pixels(300, 600))
     small = input_of(load(tmp_path, images="images", size=10), 0).original
-    assert small is not None
     assert small.shape == (96, 192, 3)
     assert abs(float(small.mean()) - float(large.mean())) < 2
 

@@ -62,12 +62,10 @@ LISTS_IN = pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_names_of_classes_are_numbered_in_sorted_order(tmp_path: Path, suffix: str) -> None:
     name = write(tmp_path, suffix, x=[1, 2, 3, 4], y=["dog", "cat", "dog", "emu"])
     samples = load(tmp_path, name, inputs="x", target="y")
-    assert samples.targets is not None
     assert samples.targets.tolist() == [1, 0, 1, 2]
     assert samples.class_names == ("cat", "dog", "emu")
     assert samples.notes == ("y: labels in sorted order: 0 cat, 1 dog, 2 emu",)
     target = samples.take(np.array([3, 0])).target
-    assert target is not None
     assert (target.tolist(), target.dtype) == ([2, 1], torch.int64)
 
 
@@ -75,7 +73,6 @@ def test_names_of_classes_are_numbered_in_sorted_order(tmp_path: Path, suffix: s
 def test_names_of_classes_are_numbered_as_in_class_names(tmp_path: Path, suffix: str) -> None:
     name = write(tmp_path, suffix, x=[1, 2, 3], y=["dog", "cat", "dog"])
     samples = load(tmp_path, name, inputs="x", target="y", class_names=["dog", "emu", "cat"])
-    assert samples.targets is not None
     assert samples.targets.tolist() == [0, 2, 0]
     message = error(tmp_path, name, inputs="x", target="y", class_names=["dog", "catt"])
     assert "the label 'cat' in row 1" in message
@@ -87,11 +84,9 @@ def test_truth_values_and_whole_fractions_are_labels(tmp_path: Path, suffix: str
     name = write(tmp_path, suffix, x=[1, 2], flag=[True, False], f=[1.0, 0.0], h=[0.5, 1.0])
     for column in ("flag", "f"):
         samples = load(tmp_path, name, inputs="x", target=column)
-        assert samples.targets is not None
         assert (samples.targets.tolist(), samples.targets.dtype) == ([1, 0], np.int64)
     for loss, column in (("bce_with_logits", "flag"), ("mse", "f"), ("cross_entropy", "h")):
         targets = load(tmp_path, name, loss, inputs="x", target=column).targets
-        assert targets is not None
         assert targets.dtype == np.float32
 
 
@@ -99,7 +94,6 @@ def test_truth_values_and_whole_fractions_are_labels(tmp_path: Path, suffix: str
 def test_two_names_are_probabilities_for_a_loss_of_those(tmp_path: Path, suffix: str) -> None:
     name = write(tmp_path, suffix, x=[1, 2, 3], y=["yes", "no", "yes"], z=["a", "b", "c"])
     targets = load(tmp_path, name, "bce_with_logits", inputs="x", target="y").targets
-    assert targets is not None
     assert (targets.tolist(), targets.dtype) == ([1.0, 0.0, 1.0], np.float32)
     message = error(tmp_path, name, loss="bce_with_logits", inputs="x", target="z")
     assert "the labels 'z' have 3 names: a, b, c" in message
@@ -123,14 +117,11 @@ def test_lists_of_unequal_length_are_padded_and_keep_their_lengths(tmp_path: Pat
     samples = load(tmp_path, name, inputs="ids", target="y")
     block = samples.read(1, 3)
     assert block.inputs[0].tolist() == [[4, 0], [5, 6]]
-    assert block.lengths is not None
     assert block.lengths.tolist() == [[1], [2]]
-    assert samples.ragged is not None
     assert samples.ragged.axes == (((0, 0),), ())
     assert not samples.ragged.masked
     taken = samples.take(np.array([3, 1, 3]))
     assert taken.inputs[0].tolist() == [[7, 8, 9], [4, 0, 0], [7, 8, 9]]
-    assert taken.lengths is not None
     assert taken.lengths.tolist() == [[3], [1], [3]]
 
 
@@ -141,11 +132,9 @@ def test_columns_of_the_same_lengths_share_them_and_labels_are_padded_with_what_
     other = [[1] * (5 - len(each)) for each in LISTS]
     name = write(tmp_path, suffix, ids=LISTS, more=[[0.5 * i for i in each] for each in LISTS], z=other)
     samples = load(tmp_path, name, "token_cross_entropy", inputs=["ids", "z", "more"], target="ids")
-    assert samples.ragged is not None
     assert samples.ragged.axes == (((0, 0),), ((0, 1),), ((0, 0),), ((0, 0),))
     assert samples.ragged.padding == (0, 0, 0, -100)
     block = samples.read(0, 2)
-    assert block.target is not None
     assert block.target.tolist() == [[1, 2, 3], [4, -100, -100]]
     assert block.inputs[2].tolist() == [[0.5, 1.0, 1.5], [2.0, 0.0, 0.0]]
 
@@ -154,7 +143,6 @@ def test_lists_of_lists_with_one_ragged_axis(tmp_path: Path) -> None:
     rows = [[[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]]]
     for suffix in ("jsonl", "parquet"):
         samples = load(tmp_path, write(tmp_path, suffix, x=rows, y=[0, 1]), inputs="x", target="y")
-        assert samples.ragged is not None
         assert samples.ragged.axes[0] == ((0, 0),)
         assert samples.read(0, 2).inputs[0].tolist() == [[[1, 2], [0, 0]], [[3, 4], [5, 6]]]
 
@@ -199,7 +187,6 @@ def test_several_targets_are_one_tensor(tmp_path: Path, suffix: str) -> None:
     samples = load(tmp_path, name, "mse", inputs="x", target=["y", "w"])
     assert samples.targets is None
     target = samples.read(0, 2).target
-    assert target is not None
     assert target.tolist() == [[3.0, 0.5], [4.0, 1.5]]
 
 
@@ -278,13 +265,10 @@ def test_each_item_of_a_dataset_is_made_once(tmp_path: Path, identified: bool) -
 
 def test_items_of_unequal_length_are_padded(tmp_path: Path) -> None:
     samples = made(tmp_path, "ragged")
-    assert samples.ragged is not None
     assert samples.ragged.axes == (((0, 0),), (), ())
     block = samples.read(1, 4)
     assert block.inputs[0].tolist() == [[0, 1, 0], [0, 1, 2], [0, 0, 0]]
-    assert block.lengths is not None
     assert block.lengths.tolist() == [[2], [3], [1]]
-    assert block.target is not None
     assert (block.target.tolist(), block.target.dtype) == ([1, 0, 1], torch.int64)
 
 
@@ -317,7 +301,6 @@ def test_a_library_dataset_that_a_factory_returns(tmp_path: Path) -> None:
     block = samples.read(0, 2)
     assert block.inputs[0].tolist() == [[1.0, 2.0], [3.0, 0.0]]
     assert samples.class_names == ("no", "yes")
-    assert samples.targets is not None
     assert samples.targets.tolist() == [0, 1, 0]
     with pytest.raises(ConfigError, match=r"the dataset of sets.py:library has no column 'z'"):
         made(tmp_path, "library", inputs="z")

@@ -13,7 +13,7 @@ import torch
 
 from psgrad.errors import ConfigError, DataError
 from tests.hugging_face import CHAT_TEMPLATE
-from tests.text_tasks import NAMED, refusal_of, samples_of
+from tests.text_tasks import NAMED, refusal_of, samples_of, text_of
 
 TEXT = "a dog ran over the hill and far away"
 CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
@@ -21,7 +21,6 @@ CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content":
 
 def target_of(*arguments: Any, **options: Any) -> torch.Tensor:
     target = samples_of(*arguments, **options).read(0, 1).target
-    assert target is not None
     return target[0]
 
 
@@ -29,13 +28,12 @@ def test_completion_begins_at_the_token_with_its_first_character(tmp_path: Path)
     row = {"p": "the c", "c": "at sat"}  # one token has characters of both
     samples = samples_of(tmp_path, "causal-lm", [row], kind="gpt", prompt="p", completion="c")
     block = samples.read(0, 1)
-    assert block.target is not None
     ids, target = block.inputs[0][0].tolist(), block.target[0].tolist()
     counted = [place + 1 for place, label in enumerate(target) if label != -100]
     assert counted == list(range(counted[0], len(ids)))
     assert [ids[place] for place in counted] == [label for label in target if label != -100]
-    assert "".join(samples.pieces(ids[: counted[0]]) or []) in "the c"
-    assert "".join(samples.pieces(ids[counted[0] :]) or []).endswith("at sat")
+    assert text_of(samples, ids[: counted[0]]) in "the c"
+    assert text_of(samples, ids[counted[0] :]).endswith("at sat")
     assert target[-1] == -100
 
 
@@ -59,9 +57,8 @@ def test_chat_labels_are_the_tokens_of_the_assistant(marked: bool, tmp_path: Pat
         tmp_path, "causal-lm", rows, kind="gpt", options={"chat_template": template}, messages="m"
     )
     target = samples.read(0, 1).target
-    assert target is not None
     labels = [int(label) for label in target[0] if label != -100]
-    said = "".join(samples.pieces(labels) or [])
+    said = text_of(samples, labels)
     assert said.replace("\n", "") == "sat</s>ran</s>"
     assert samples.describe(0) == "user: the cat\nassistant: sat\nuser: a dog\nassistant: ran"
 
@@ -130,9 +127,8 @@ def test_chat_keys_of_other_rows_are_not_there_for_the_template(tmp_path: Path) 
     )
     for row, has_word in enumerate((False, True)):
         target = samples.read(row, row + 1).target
-        assert target is not None
         labels = [int(label) for label in target[0] if label != -100]
-        assert ("film" in "".join(samples.pieces(labels) or [])) == has_word
+        assert ("film" in text_of(samples, labels)) == has_word
 
 
 def test_chats_of_another_form_are_reported_how_to_rename_their_keys(tmp_path: Path) -> None:
@@ -148,8 +144,6 @@ def test_masked_tokens_are_the_same_each_time_and_15_percent(tmp_path: Path) -> 
     rows = [{"t": " ".join(draw.permutation(TEXT.split() * 4))} for _ in range(200)]
     first = samples_of(tmp_path, "masked-lm", rows, text="t").read(0, 200)
     again = samples_of(tmp_path, "masked-lm", rows[100:], text="t").read(0, 100)
-    assert first.target is not None
-    assert again.target is not None
     assert torch.equal(first.target[100:], again.target)
     ids, hidden = first.inputs[0], first.target != -100
     words = (ids > 3) | hidden  # neither padding nor [CLS] and [SEP]
@@ -214,18 +208,15 @@ def rows(*labels: object) -> list[dict[str, object]]:
 def test_labels_are_names_of_the_models_config_or_numbers(tmp_path: Path) -> None:
     task = "sequence-classification"
     named = samples_of(tmp_path, task, rows("odd", "dull"), config=NAMED, **CLASSIFY)
-    assert named.targets is not None
     assert named.targets.tolist() == [2, 0]
     assert named.class_names == ("dull", "fine", "odd")
     numbered = samples_of(tmp_path, task, rows(2, -100), **CLASSIFY)
-    assert numbered.targets is not None
     assert numbered.targets.tolist() == [2, -100]
 
 
 def test_labels_class_names_stand_in_for_names_that_nobody_gave(tmp_path: Path) -> None:
     task = "sequence-classification"
     given = samples_of(tmp_path, task, rows("no", "yes"), class_names=["yes", "no"], **CLASSIFY)
-    assert given.targets is not None
     assert given.targets.tolist() == [1, 0]
     assert samples_of(tmp_path, task, rows(0, 1), **CLASSIFY).class_names is None
     said = refusal_of(ConfigError, tmp_path, task, rows(0), class_names=["a", "b", "c"], **CLASSIFY)
@@ -260,7 +251,6 @@ def test_several_labels_become_ones_and_zeros(tmp_path: Path) -> None:
         tmp_path, "sequence-classification", rows(["odd", "dull"], [], ["fine"]), config=config, **CLASSIFY
     )
     target = found.read(0, 3).target
-    assert target is not None
     assert torch.equal(target, torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 0]]))
     said = refusal_of(DataError, tmp_path, "sequence-classification", rows("odd"), **CLASSIFY)
     assert "expected lists of labels: the model's problem_type is multi_label_classification" in said

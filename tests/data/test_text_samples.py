@@ -16,7 +16,7 @@ from psgrad.data.tasks.language_models import CausalLM
 from psgrad.data.text_samples import BLOCK
 from psgrad.errors import ConfigError, DataError
 from tests.hugging_face import TEXTS, tiny_tokenizer
-from tests.text_tasks import refusal_of, samples_of
+from tests.text_tasks import refusal_of, samples_of, text_of
 
 ROWS = [{"t": f"{TEXTS[place % 4]} {place}", "w": place / 4} for place in range(BLOCK + 20)]
 
@@ -32,11 +32,7 @@ def test_rows_are_the_same_read_in_any_parts(tmp_path: Path) -> None:
     for part, places in ((samples.take(rows), rows), (samples.read(BLOCK - 2, BLOCK + 2), None)):
         expected = whole.at(np.arange(BLOCK - 2, BLOCK + 2) if places is None else places)
         assert all(torch.equal(a, b) for a, b in zip(part.inputs, expected.inputs, strict=True))
-        assert part.target is not None
-        assert expected.target is not None
         assert torch.equal(part.target, expected.target)
-        assert part.lengths is not None
-        assert expected.lengths is not None
         assert torch.equal(part.lengths, expected.lengths)
     assert torch.equal(made(tmp_path).take(rows).inputs[0], whole.at(rows).inputs[0])  # without whole blocks
 
@@ -72,9 +68,9 @@ def test_fingerprint_covers_files_tokenizer_template_and_options(tmp_path: Path)
 def test_text_of_rows_and_of_tokens(tmp_path: Path) -> None:
     samples = made(tmp_path)
     assert samples.describe(2) == ROWS[2]["t"]
-    assert "".join(samples.pieces(samples.read(2, 3).inputs[0][0].tolist()) or []) == ROWS[2]["t"]
-    assert samples.pieces([-100]) == [""]
-    assert samples.input_names() == ["input_ids", "attention_mask"]
+    assert text_of(samples, samples.read(2, 3).inputs[0][0].tolist()) == ROWS[2]["t"]
+    assert text_of(samples, [-100]) == ""
+    assert samples.input_names == ("input_ids", "attention_mask")
 
 
 def test_weights_of_rows_are_the_last_input(tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ def test_rows_are_padded_with_the_end_token_where_there_is_no_pad_token(tmp_path
     samples = samples_of(tmp_path, TASK, ROWS, text="t", kind="gpt", config=config)
     assert samples.notes == ("the tokenizer has no pad token: rows are padded with </s>",)
     block = samples.read(0, 2)
-    assert block.lengths is not None
     length = int(block.lengths[1])
     assert block.inputs[0][1, length:].unique().tolist() == [6]
     assert not block.inputs[1][1, length:].any()

@@ -20,7 +20,8 @@ from psgrad.cli.app import app
 from psgrad.config import IndexConfig, load_config
 from psgrad.plugins import METHODS, own_classes
 from psgrad.run.folders import OWN_ENTRIES
-from psgrad.run.results.influence import EVALUATION_COLUMNS, SCORE_COLUMNS
+from psgrad.run.results.influence import SCORE_COLUMNS
+from psgrad.run.results.influence_evaluation import EVALUATION_COLUMNS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "influence.md"

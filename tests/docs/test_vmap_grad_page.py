@@ -28,7 +28,7 @@ def test_the_example_runs_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
         result = process(level, op, args, kwargs)
         name = op._schema.name.removeprefix("aten::")
         ran.append(
-            f"`{name}` {' '.join(shape(a) for a in args if isinstance(a, torch.Tensor))} → {shape(result)}"
+            f"`{name}` {', '.join(shape(a) for a in args if isinstance(a, torch.Tensor))} → {shape(result)}"
         )
         return result
 

@@ -1,4 +1,6 @@
-"""The engine with torch and numpy alone, in a process that has none of the other libraries."""
+"""psgrad in a process without some libraries: the engine with torch and numpy alone, and commands without
+dp-accounting.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,8 @@ assert found.weighted_sum(streamed)["weight"].shape == (2, 3)
 """
 
 
-def run(code: str, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "sitecustomize.py").write_text(HIDDEN)
+def run(code: str, tmp_path: Path, *arguments: str, hidden: str = HIDDEN) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "sitecustomize.py").write_text(hidden)
     paths = [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, *(["-c", code] if code else []), *arguments]
@@ -91,3 +93,22 @@ def test_benchmark_of_a_gpu_with_torch_alone(tmp_path: Path) -> None:
     done = run("", tmp_path, "benchmarks/gpu.py", *options)
     assert done.returncode == 0, done.stderr
     assert '"failed"' not in file.read_text()
+
+
+@pytest.mark.long
+def test_commands_without_dp_accounting(tmp_path: Path) -> None:
+    hidden = HIDDEN.replace("self.names", "('dp_accounting',)")
+    output = ["--output", str(tmp_path / "out"), "--progress", "none"]
+    done = run(
+        "", tmp_path, "-m", "psgrad", "analyze", "configs/digits.yaml", "--limit", "9", *output, hidden=hidden
+    )
+    assert done.returncode == 0, done.stderr
+    output[1] = str(tmp_path / "private")
+    for command, options in (("dp-step", output), ("dp-step", ["--plan"]), ("dp-audit", output)):
+        done = run("", tmp_path, "-m", "psgrad", command, "configs/digits-dp.yaml", *options, hidden=hidden)
+        assert (done.returncode, done.stdout) == (3, "")
+        assert done.stderr.startswith(
+            "error: epsilon needs dp-accounting, which can't be imported: No module"
+        )
+        assert done.stderr.endswith("hint: install it with psgrad: pip install 'psgrad[dp]'\n")
+    assert not (tmp_path / "private").exists()

@@ -30,6 +30,10 @@ def renormalised(): return nn.Sequential(nn.Dropout(), nn.GroupNorm(1, 2), nn.In
 def number(): return 3
 def empty(): return nn.ReLU()
 def frozen(): return nn.Linear(2, 1).requires_grad_(False)
+def scripted():
+    return nn.Sequential(torch.jit.script(nn.Linear(2, 1)), nn.Tanh())
+
+
 def lazy(): return nn.Sequential(nn.LazyLinear(3))
 def complex_(): return nn.Linear(2, 1, dtype=torch.complex64)
 def float8(): return nn.Linear(2, 1).to(torch.float8_e4m3fn)
@@ -123,6 +127,7 @@ def test_batch_norm_without_running_statistics_is_refused_in_eval_mode_too(folde
         ("number", "the factory code.py:number returned an object of type int"),
         ("empty", "the model of code.py:empty has no parameters"),
         ("frozen", "has only frozen parameters"),
+        ("scripted", "holds a module of TorchScript"),
         ("lazy", "the parameter 0.weight of a lazy layer has no shape yet"),
         ("complex_", "the parameter weight is of type torch.complex64"),
         ("float8", "the parameter weight is of type torch.float8_e4m3fn; expected real floating-point"),

@@ -144,7 +144,7 @@ def test_ignore_list_number_as_id(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ("{id: a}", "ignore.yaml:1: reason: missing; every entry needs a reason"),
+        ("{id: a}", "ignore.yaml:1: reason: missing; it is required: why this may pass"),
         ("{id: a, reason: ' '}", "the reason is blank"),
         ("{id: a, reason: ''}", "the reason is blank"),
         ("{id: [a], reason: x}", "ignore.yaml:1: id: got a list, expected a text or a whole number"),

@@ -182,7 +182,7 @@ def test_judge_row_without_a_position_that_counts_is_skipped() -> None:
 @pytest.mark.parametrize(
     ("by", "columns", "words"),
     [
-        ("class", {}, "the samples have no target"),
+        ("class", {}, "the samples have no column 'target'"),
         ("source", {"sourse": 1}, "did you mean sourse?"),
         ("weight", {"weight": [0.5, 1.0]}, "holds real numbers"),
         ("class", {"target": [np.zeros(3), np.zeros(3)]}, "more than one value a sample"),

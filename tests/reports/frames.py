@@ -113,10 +113,19 @@ def result(
     class_names: list[str] | None = None,
     manifest: dict[str, Any] | None = None,
 ) -> AnalyzeResult:
+    given = MANIFEST if manifest is None else manifest
+    status, zero = samples["status"].value_counts(), samples["grad_norm"] == 0
+    listed = int((samples["is_outlier_issue"] & (samples["status"] == "ok")).sum())
+    counts = {
+        "samples": len(samples),
+        **{name: int(status.get(name, 0)) for name in ("ok", "nonfinite", "skipped")},
+        "zero_gradients": int((zero & (samples["status"] == "ok")).sum()),
+        **dict.fromkeys(("outliers", "review"), listed),
+    }
     return AnalyzeResult(
         samples=samples,
         parameters=parameters(layers),
-        manifest=read_manifest(MANIFEST if manifest is None else manifest),
+        manifest=read_manifest({**given, "outliers": {**given.get("outliers", {}), "counts": counts}}),
         folder=Path("runs/digits"),
         top_inputs=(
             []

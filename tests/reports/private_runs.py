@@ -71,18 +71,9 @@ def steps_frame(steps: int) -> pd.DataFrame:
 
 
 def result(steps: int = 120, **changes: Any) -> DPStepResult:
-    norms = np.random.default_rng(1).lognormal(0.5, 0.8, 1200)
     taken = step(steps=steps, **changes)
     planned = curve(1.23456 * math.sqrt(300 / 120))  # as step.json has it after 120
-    return DPStepResult(
-        taken,
-        Path("runs/private"),
-        planned,
-        steps_frame(steps),
-        norms,
-        bound=2.0,
-        notes=["a note"],
-    )
+    return DPStepResult(taken, Path("runs/private"), planned, steps_frame(steps), ["a note"])
 
 
 def plan(**changes: Any) -> DPPlanResult:

@@ -14,7 +14,7 @@ import pytest
 
 from psgrad.reports.evaluation import decimals, write_evaluation
 from psgrad.reports.evaluation_plots import evaluation_plots
-from psgrad.run.results.influence import EvaluationResult, evaluation_content
+from psgrad.run.results.influence_evaluation import EvaluationResult, Retrained, evaluation_content
 from psgrad.run.results.manifest import read_manifest
 
 UNIT = "rise of the query's loss, in nats"
@@ -35,15 +35,19 @@ def lds_result(**changes: Any) -> EvaluationResult:
             "undefined": [0, 0, 3],
         }
     )
-    facts = {
-        **{"subsets": 100, "fraction": 0.5, "seeds": 3, "queries": 300, "models": 390},
-        **{"ceiling": 0.958, "single_seed": 0.79, "reliability": 0.918},
-    }
+    done = Retrained(
+        *(300, 3, 390),
+        subsets=100,
+        fraction=0.5,
+        ceiling=0.958,
+        single_seed=0.79,
+        reliability=0.918,
+    )
     content: dict[str, Any] = {
         "kind": "lds",
         "method": "influence",
         "table": table,
-        "facts": facts,
+        "retrained": done,
         "details": pd.DataFrame(),
         "unit": UNIT,
         "folder": Path("runs/x-lds"),
@@ -59,14 +63,11 @@ def loo_result() -> EvaluationResult:
         {"method": "influence", "control": False, **dict(zip(columns, numbers, strict=True)), "undefined": 0},
         {"method": "random", "control": True, **dict.fromkeys(columns, np.nan), "undefined": 4},
     ]
-    facts = {
-        **{"removals": 2, "highest": 1, "seeds": 1, "queries": 2, "models": 3},
-        **{"ceiling": None, "single_seed": None, "reliability": None},
-    }
+    done = Retrained(2, 1, 3, removals=2, highest=1)
     points = pd.DataFrame(
         {"train_id": ["a", "b"], "query_id": ["q", "q"], "predicted": [0.1, -0.2], "actual": [0.11, -0.19]}
     )
-    return lds_result(kind="loo", table=pd.DataFrame(rows), facts=facts, points=points)
+    return lds_result(kind="loo", table=pd.DataFrame(rows), retrained=done, points=points)
 
 
 def removal_result() -> EvaluationResult:
@@ -77,9 +78,7 @@ def removal_result() -> EvaluationResult:
         for name, control, rise in (("random", True, 0.01), ("influence", False, 0.03))
         for k in (10, 50)
     ]
-    return lds_result(
-        kind="removal", table=pd.DataFrame(rows), facts={"queries": 20, "seeds": 5, "models": 900}
-    )
+    return lds_result(kind="removal", table=pd.DataFrame(rows), retrained=Retrained(20, 5, 900))
 
 
 RESULTS = {"lds": lds_result, "loo": loo_result, "removal": removal_result}

@@ -4,7 +4,6 @@ what all begin with.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +11,12 @@ import pytest
 from psgrad.commands.analyze_tables import result_of
 from psgrad.engine.measures.measure import Gathered
 from psgrad.plugins import MEASURES, own_classes
-from psgrad.reports.measures import measure_sections
-from psgrad.run.results import MeasureResult
-from tests.reports import frames
+from psgrad.reports.page import ABOUT_LIMIT
+from psgrad.reports.words import flat_words
 
 
 def _facts(**numbers: Any) -> dict[str, str]:
-    measure = MeasureResult("grand", "GraNd", "formula", "unit", "source", numbers=numbers)
-    (section,) = measure_sections(
-        replace(frames.result(frames.classification(20)), measures={"grand": measure}), {}, 0
-    )
-    return dict(section.numbers)
+    return dict(flat_words(numbers, ABOUT_LIMIT))
 
 
 def test_facts_matrix_is_left_to_its_figure() -> None:
@@ -49,16 +43,11 @@ def test_facts_names_lose_what_all_begin_with() -> None:
     assert _facts(places=["input 0"]) == {"Places": "input 0"}
 
 
-@pytest.mark.long
 def test_sources_and_meanings_of_known_measures_are_whole() -> None:
-    samples = frames.classification(20)
-    for kind in own_classes(MEASURES).values():
-        measure = MeasureResult(
-            kind.name, kind.title, kind.formula, kind.unit, kind.source, dict(kind.meanings)
-        )
-        (section,) = measure_sections(replace(frames.result(samples), measures={kind.name: measure}), {}, 0)
-        assert kind.source in dict(section.about).values()
-        assert [meaning for _, meaning in section.columns] == list(kind.meanings.values())
+    texts = [
+        text for kind in own_classes(MEASURES).values() for text in (kind.source, *kind.meanings.values())
+    ]
+    assert max(map(len, texts)) <= ABOUT_LIMIT
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.reports.analyze_page import input_cards
+from psgrad.reports.analyze_page import input_cards, render
+from psgrad.reports.analyze_plots import norm_histogram
 from psgrad.reports.analyze_tables import class_statistics, sample_table
 from psgrad.reports.analyze_terminal import top_table
 from psgrad.reports.influence_page import self_influences
@@ -66,11 +67,14 @@ def test_numbers_on_cards_and_of_classes_are_those_of_their_samples() -> None:
     known = by_id(result.samples)
     cards = input_cards(result)
     assert len(cards) > 10
-    for place, card in enumerate(cards, start=1):
-        row = known[card.id]
-        assert (card.loss, card.norm) == (number(row["loss"]), number(row["grad_norm"]))
-        shown = card.rank, card.label, card.prediction
-        assert shown == (str(place), str(row["target"]), str(row["prediction"]))
+    page = render(result, [norm_histogram(result.samples)])
+    shown = page.split('<section id="inputs">')[1].split('<div class="card">')[1:]
+    for place, ((row, _), card) in enumerate(zip(cards, shown, strict=False), start=1):
+        expected = known[row["id"]]
+        assert f"<b>{place}.</b> <bdi>{row['id']}</bdi>" in card
+        assert f"norm {number(expected['grad_norm'])}<br>loss {number(expected['loss'])}<" in card
+        assert f"label <b>{expected['target']}</b>" in card
+        assert f">{expected['prediction']}</b>" in card
     finite = result.samples[result.samples["status"] == "ok"]
     for target, row in class_statistics(result.samples).to_dict("index").items():
         inside = finite[finite["target"] == target]

@@ -23,7 +23,7 @@ from psgrad.reports.analyze_plots import (
 from psgrad.reports.figures import Plot
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.measure_plots import trajectories
-from psgrad.reports.privacy_plots import epsilon_against_steps, private_plots
+from psgrad.reports.privacy_plots import epsilon_against_steps
 from psgrad.run.results import has_classes
 from psgrad.wording import correlation
 from tests.browser.results import measured
@@ -97,7 +97,7 @@ def drawn() -> list[Plot]:
     """Figures of every command, as they are laid out for their files."""
     run = frames.result(frames.classification(300))
     private = private_runs.result()
-    figures = [*draw_plots(run), epsilon_against_steps(private), *private_plots(private)]
+    figures = [*draw_plots(run), epsilon_against_steps(private)]
     figures += draw_influence_plots(influence_runs.result())
     figures += [trajectories(measured(run.samples)["trajectory"], run.samples)]
     for plot in figures:

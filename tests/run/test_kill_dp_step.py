@@ -21,7 +21,6 @@ from psgrad.errors import ConfigError
 from psgrad.run.folders import manifest_of
 from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun
-from psgrad.run.private_runs import PrivateRunFolder
 from psgrad.run.results import Progress
 from tests.crashes import Go, Tell, kill_and_resume, points_of
 from tests.private_workplace import PrivateWorkplace
@@ -32,15 +31,10 @@ STEPS = 1  # are taken by each process
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    """Steps of a run with momentum and a checkpoint after each, without the slow accountant; of the figures,
-    their files alone.
+    """Steps of a run with momentum and a checkpoint after each, without the slow accountant; of the figure
+    its file alone.
     """
-
-    def write_plots(result: Any, folder: PrivateRunFolder, unit: str = "") -> None:
-        folder.write_public_bytes("epsilon.png", b"a figure")
-        folder.write_private_bytes("norms.png", b"another")
-
-    monkeypatch.setattr("psgrad.commands.private_steps.write_plots", write_plots)
+    monkeypatch.setattr("psgrad.reports.figures.Plot.png", lambda plot: b"a figure")
     monkeypatch.setattr(
         "psgrad.commands.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
     )

@@ -104,7 +104,7 @@ class DatasetSamples(Samples):
             self.ragged = self._ragged()
         super().__init__(None, None, self._digest(units), units)
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
-        self.weighted = config.weight is not None
+        self.weighted, self.input_names = config.weight is not None, tuple(input_names(config))
         self.sources, self.code = tuple(each.__module__ for each in type(dataset).__mro__), (dataset,)
 
     @cached_property
@@ -162,9 +162,6 @@ class DatasetSamples(Samples):
             return str(self._dataset.describe(row))
         except Exception as error:
             raise DataError(f"describe({row}) of {self._source} raised {describe_failure(error)}") from error
-
-    def input_names(self) -> list[str]:
-        return list(map(str, input_names(self._config)))
 
     # -- items -----------------------------------------------------------------------------------------------
 

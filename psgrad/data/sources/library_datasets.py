@@ -67,8 +67,10 @@ def require_order(rows: TableRows, column: str, names: Sequence[str] | None) -> 
 
 def is_library_dataset(value: object) -> bool:
     """Whether an object is a `datasets.Dataset` whose rows can be read as they are stored."""
-    there = sys.modules.get("datasets")
-    return there is not None and isinstance(value, there.Dataset) and value.format["type"] in (None, "arrow")
+    loaded = sys.modules.get("datasets")
+    return (
+        loaded is not None and isinstance(value, loaded.Dataset) and value.format["type"] in (None, "arrow")
+    )
 
 
 def library_dataset(config: DataConfig, base: Path) -> Any:

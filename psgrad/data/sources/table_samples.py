@@ -148,7 +148,7 @@ class TableSamples(Samples):
     ) -> None:
         require_rows(rows.count, rows.source)
         self._rows, self._labels = rows, Labels() if labels is None else labels
-        self._names = input_names(config)
+        self.input_names = tuple(input_names(config))
         self._layout = self._laid_out(config)
         self._weight = config.weight
         self.notes, self.stamps = rows.notes, rows.stamps
@@ -167,9 +167,6 @@ class TableSamples(Samples):
     def row_name(self, row: int) -> str:
         return self._rows.row_name(row)
 
-    def input_names(self) -> list[str]:
-        return list(self._names)
-
     def _is_number(self, name: str) -> bool:
         """Whether an input is a column of numbers, or of lists of them."""
         return True
@@ -180,7 +177,7 @@ class TableSamples(Samples):
 
     def _laid_out(self, config: DataConfig) -> _Layout:
         """The layout of a config. Raises DataError where columns can't be numbers, or can't be stacked."""
-        schema, names, targets = self._rows.schema, self._names, target_names(config)
+        schema, names, targets = self._rows.schema, self.input_names, target_names(config)
         lengths = length_inputs(config)
         for place, name in enumerate(names):
             kind = schema.field(name).type
@@ -197,7 +194,7 @@ class TableSamples(Samples):
         lists = [name for name in names if is_list(schema.field(name).type) or not self._is_number(name)]
         if not isinstance(config.inputs, list) or lists or not self._rows.stacks:
             return _Layout(tuple((name,) for name in names), False, lengths, tuple(targets))
-        return _Layout((tuple(names),), True, lengths, tuple(targets))
+        return _Layout((names,), True, lengths, tuple(targets))
 
     def _columns(self) -> list[str]:
         names = [name for each in self._layout.inputs for name in each]

@@ -112,7 +112,7 @@ def _sums_of_products(
     gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor | None
 ) -> Iterator[torch.Tensor]:
     """The sums over pieces of at most `ROWS` positions, or of one sample, from factors in float64."""
-    step = max(1, ROWS // max(placed.term.summands for placed in gradient.terms))
+    step = max(1, ROWS // max(1, *(placed.term.summands for placed in gradient.terms)))
     for start in range(0, len(weights), step):
         piece = slice(start, min(start + step, len(weights)))
         exact = gradient.at(piece, torch.float64)

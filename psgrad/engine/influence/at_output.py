@@ -11,6 +11,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import jacobian_rows
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import as_gradients
+from psgrad.engine.influence.fit_facts import FitFacts
 from psgrad.engine.influence.leverage import Corrected
 from psgrad.engine.influence.method import Fitted, Preconditioned, ScoreBlock, SelfBlock
 from psgrad.engine.transforms import vmap
@@ -31,7 +32,11 @@ class AtOutput(Fitted):
         self.fitted: Corrected | Preconditioned = fitted
         self.steps: Preconditioned = fitted.removed if isinstance(fitted, Corrected) else fitted
         self.has_self_influence = fitted.has_self_influence
-        self.facts, self.calibrated = fitted.facts, fitted.calibrated
+        self.calibrated = fitted.calibrated
+
+    @property
+    def facts(self) -> FitFacts:
+        return self.fitted.facts
 
     def solver(self) -> Preconditioned | None:
         return self.fitted.solver()

@@ -8,7 +8,7 @@ minimum that is so with a damping that serves trained weights well (decision 001
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,9 +47,9 @@ def with_chosen_damping(fitted: DenseSolve, default: float) -> DenseSolve:
     """
     why_not = _why_untried(fitted.training)
     if why_not is not None:
-        fitted.facts["damping_because"] = f"the default, untried: {why_not}"
+        fitted.said = replace(fitted.said, damping_because=f"the default, untried: {why_not}")
         return fitted
-    trial, found, tried = _Trial(fitted.training, fitted.weight_decay), dict[str, float](), fitted
+    trial, found, tried = RemovalTrial(fitted.training, fitted.weight_decay), dict[str, float](), fitted
     for multiple in _TRIED:
         relative = default * multiple
         if found:
@@ -57,20 +57,14 @@ def with_chosen_damping(fitted: DenseSolve, default: float) -> DenseSolve:
         agreement = trial.agreement(tried)
         found[f"{relative:.3g}"] = agreement
         if agreement >= AGREES:
-            return _reported(tried, relative, found, _AGREES)
-    return _reported(fitted, default, found, _NONE_AGREES)
-
-
-def agreements(fits: Iterable[Preconditioned], weight_decay: float) -> list[float]:
-    """The correlation with each of some fits to the same examples."""
-    fits = list(fits)
-    trial = _Trial(fits[0].training, weight_decay)
-    return [trial.agreement(fitted) for fitted in fits]
-
-
-def _reported(fitted: DenseSolve, relative: float, found: dict[str, float], because: str) -> DenseSolve:
-    fitted.facts |= {"relative_damping": relative, "damping_agreement": found, "damping_because": because}
-    return fitted
+            because = _AGREES
+            break
+    else:
+        tried, relative, because = fitted, default, _NONE_AGREES
+    tried.said = replace(
+        tried.said, relative_damping=relative, damping_agreement=found, damping_because=because
+    )
+    return tried
 
 
 _CHANGES = "removals change other rows as predicted (a correlation of at least"
@@ -87,7 +81,7 @@ def _why_untried(training: Examples) -> str | None:
     return None
 
 
-class _Trial:
+class RemovalTrial:
     """The removal of some random parts of the training set by one step, and what it does to some random
     rows.
     """

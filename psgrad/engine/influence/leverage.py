@@ -21,6 +21,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import output_factors
+from psgrad.engine.influence.fit_facts import FitFacts
 from psgrad.engine.influence.method import Fitted, Preconditioned, ScoreBlock, SelfBlock
 from psgrad.engine.influence.solvers.solve import Solve
 from psgrad.ragged import Block
@@ -103,9 +104,11 @@ class Corrected(Fitted):
             with_cotangents(training, gradient + (root @ weights.unsqueeze(2)).squeeze(2)), weights
         )
         self.largest = float(self.leverage.largest.max())
-        self.facts = plain.facts  # not copied, as solvers add to them while they solve
-        self.facts["largest_leverage"] = self.largest
         self.has_self_influence = plain.has_self_influence
+
+    @property
+    def facts(self) -> FitFacts:
+        return replace(self.plain.facts, largest_leverage=self.largest)
 
     def solver(self) -> Preconditioned | None:
         return self.plain

@@ -7,13 +7,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors, as_gradients
+from psgrad.engine.influence.fit_facts import FitFacts
 from psgrad.errors import InfluenceError
 
 # Scores with this unit add up: their sum over examples predicts the effect of removing all of them. {change}
@@ -106,23 +107,22 @@ class Method(ABC):
         """
         return type(self).across is not Method.across
 
-    def across_self(self, scores: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Self-influence [n] of that of several checkpoints."""
-        return self.across([ScoreBlock(0, len(own), own.unsqueeze(1)) for own in scores]).squeeze(1)
-
 
 class Fitted(ABC):
     """A method fitted to a training set at one checkpoint.
 
-    facts: plain values for the manifest (damping, residuals, iterations, spectrum); `scores` may add to them.
     has_self_influence: whether it costs about what scores cost; False where it takes a solve an
     example. calibrated: whether scores are amounts: the curvature is that of a convex training objective at
     its minimum, and nothing but its weight decay is added.
     """
 
-    facts: dict[str, Any]
     has_self_influence: bool = True
     calibrated: bool = False
+
+    @property
+    def facts(self) -> FitFacts:
+        """What the fit says of itself, for the manifest; of its solves, too, once there are scores."""
+        return FitFacts()
 
     @abstractmethod
     def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
@@ -150,7 +150,6 @@ class Preconditioned(Fitted):
 
     def __init__(self, training: Examples) -> None:
         self.training = training
-        self.facts = {}
 
     def solver(self) -> Preconditioned | None:
         return self

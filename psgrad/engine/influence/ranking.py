@@ -46,19 +46,14 @@ def joined_self(method: Method, found: Sequence[torch.Tensor]) -> torch.Tensor:
     Where scores are put on one scale, each checkpoint's are divided by their root mean square over the
     training examples.
     """
-    if is_relative(method, len(found)):
-        blocks = [ScoreBlock(0, len(own), own.unsqueeze(1)) for own in found]
-        found = [own / root_mean_square([block]) for own, block in zip(found, blocks, strict=True)]
-    return method.across_self(found)
+    blocks = [ScoreBlock(0, len(own), own.unsqueeze(1)) for own in found]
+    joined = next(on_one_scale([blocks])) if is_relative(method, len(found)) else blocks
+    return method.across(joined).squeeze(1)
 
 
 def on_one_scale(parts: Sequence[list[ScoreBlock]]) -> Iterator[list[ScoreBlock]]:
     """Blocks of all training examples, each [checkpoints], with every checkpoint's scores of a query divided
     by their root mean square over the training examples.
-
-    The gradient of a query's loss shrinks as the query is learnt, at each query at its own rate. A plain mean
-    therefore follows the early checkpoints, and for a query that is learnt late other checkpoints than for
-    the rest.
     """
     count = len(parts[0]) if parts else 0
     scales = [root_mean_square([blocks[place] for blocks in parts]) for place in range(count)]

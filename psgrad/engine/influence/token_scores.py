@@ -9,7 +9,7 @@ the terms along v, one pass in forward mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,15 +116,10 @@ def token_scores(
     Summed over the positions that count of both, they are the score of the two samples.
     """
     found: list[list[torch.Tensor]] = [[] for _ in training]
-    for part in _parts(query, places):
+    # Positions whose gradients, and what a solver makes of them, fit into memory.
+    size = int(query.examples.free_bytes() * _SHARE / (4 * 8 * query.examples.flat.size))
+    for part in places.split(max(1, size)):
         prepared = solver.precondition(query.gradients(part))
         for place, terms in enumerate(training):
             found[place].append(terms.along(prepared).cpu())
     return [torch.cat(parts) for parts in found]
-
-
-def _parts(query: TokenTerms, places: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Positions whose gradients, and what a solver makes of them, fit into memory."""
-    numbers = query.examples.flat.size
-    size = max(1, int(query.examples.free_bytes() * _SHARE / (4 * 8 * numbers)))
-    yield from places.split(size)

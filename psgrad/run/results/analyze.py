@@ -13,7 +13,6 @@ import pandas as pd
 
 from psgrad.config.values import names_in_condition
 from psgrad.errors import ConfigError
-from psgrad.run.results import notebook
 from psgrad.run.results.check import CheckResult
 from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import ShortRepr, first_line
@@ -127,25 +126,6 @@ class AnalyzeResult(ShortRepr):
     special_tokens: frozenset[int] = frozenset()
     issues: pd.DataFrame | None = None
     issue_summary: pd.DataFrame | None = None
-
-    def _repr_html_(self) -> str:
-        """In a notebook: the gate's verdict, and the samples of the first ranks."""
-        found, outcomes = self.samples, () if self.check is None else self.check.outcomes
-        listed = f"{int(found['is_outlier_issue'].sum()):,}"
-        what = "unlike the reference" if self.manifest.judged.referenced else "in the review list"
-        lines = [f"{len(found):,} samples, {listed} {what}; {self.folder}"]
-        if self.manifest.partial:
-            lines.append(f"PARTIAL: the run {self.manifest.partial}")
-        lines += [f"gate.{each.rule}: {each.outcome}; {each.message}" for each in outcomes]
-        shown = [name for name in _IN_A_NOTEBOOK if name in found and found[name].notna().any()]
-        names = dict.fromkeys(("target", "prediction"), self.class_names)
-        rows = top_samples(found, notebook.ROWS)[shown].to_dict("records")
-        return notebook.page(
-            lines, shown, [[notebook.cell(row[name], names.get(name)) for name in shown] for row in rows]
-        )
-
-
-_IN_A_NOTEBOOK = ("rank", "id", "target", "prediction", "loss", "grad_norm", "reasons")
 
 
 def top_samples(frame: pd.DataFrame, n: int) -> pd.DataFrame:

@@ -1,6 +1,4 @@
-"""The results of `psgrad influence`: the proponents and opponents of each query, and with `--evaluate` how
-well scores predict what retraining does, beside the scores of controls.
-"""
+"""The results of `psgrad influence`: the proponents and opponents of each query."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.run.results import notebook
 from psgrad.run.results.analyze import TopSample, disagrees
 from psgrad.run.results.influence_details import QuestionTables, TokenPair
 from psgrad.run.results.manifest import RunManifest
@@ -190,29 +187,6 @@ class InfluenceResult(ShortRepr):
     questions: QuestionTables = field(default_factory=QuestionTables)
     tokens: list[TokenPair] = field(default_factory=list)
 
-    def _repr_html_(self) -> str:
-        """In a notebook: what a score is, and the strongest training examples of the first queries."""
-        size = f"{len(self.training):,} training examples, {len(self.queries):,} queries"
-        lines = [f"{size}; {self.folder}", f"scores of {self.method}, {self.unit}; {SIGN}"]
-        lines += [] if self.check is None else [self.check.words]
-        lines += [f"warning: {each}" for each in self.warnings]
-        headings = ("query", "rank", "helps", "score", "hurts", "score")
-        return notebook.page(lines, headings, self._strongest())
-
-    def _strongest(self) -> list[list[str]]:
-        """The first three ranks of the first three queries, as cells."""
-        asked = self.scores["query_index"].drop_duplicates().head(3)
-        pairs = self.scores[self.scores["query_index"].isin(asked) & self.scores["rank"].between(-3, 3)]
-        sides: dict[tuple[int, int], dict[bool, list[str]]] = {}
-        for row in pairs.to_dict("records"):
-            rows = sides.setdefault((row["query_index"], abs(row["rank"])), {})
-            rows[row["rank"] > 0] = [notebook.cell(row[name]) for name in ("query_id", "train_id", "score")]
-        return [
-            [next(iter(both.values()))[0], str(rank)]
-            + [each for helps in (True, False) for each in both.get(helps, ["", "", ""])[1:]]
-            for (_, rank), both in sides.items()
-        ]
-
 
 def ranked_pairs(
     query_ids: Sequence[Any] | Array,
@@ -301,92 +275,3 @@ class IndexResult:
     checkpoints: int
     size: int
     timings: dict[str, float]
-
-
-EVALUATION_FILE = "evaluation.json"
-
-# The columns of the table of each kind, after `method` and `control`. Intervals are 95 % jackknife intervals.
-EVALUATION_COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "lds": ("mean", "low", "high", "ahead", "ahead_low", "ahead_high", "undefined"),
-    "loo": ("pearson", "low", "high", "spearman", "slope", "intercept", "pooled", "undefined"),
-    "removal": ("removed", "rise", "low", "high", "ahead", "ahead_low", "ahead_high"),
-}
-# The main column of each kind.
-HEADLINE: Mapping[str, str] = {"lds": "mean", "loo": "pearson", "removal": "rise"}
-# Columns that stand in evaluation.json as one list.
-_INTERVALS = {"low": ("interval", "high"), "ahead_low": ("ahead_interval", "ahead_high")}
-
-
-@dataclass(frozen=True, repr=False)
-class EvaluationResult(ShortRepr):
-    """The results of the methods.
-
-    Attributes:
-        kind: 'lds', 'loo' or 'removal'.
-        method: the config's, with which the others are compared.
-        table: one row a method or control (of removal, one a number of removed examples, too), with
-            `method`, `control` (bool) and EVALUATION_COLUMNS of the kind. Missing numbers are NaN.
-        facts: of the evaluation as a whole (numbers of models, the noise ceiling, how many queries), by the
-            names of evaluation.json.
-        details: one row a method and query: the values behind the means.
-        points: of loo, one row a removal and query: predicted and actual rise, by the
-            config's method.
-        notes: sentences.
-        unit: the unit of a rise, in words.
-        folder: of the run.
-        manifest: what manifest.json holds.
-    """
-
-    kind: str
-    method: str
-    table: pd.DataFrame
-    facts: dict[str, Any]
-    details: pd.DataFrame
-    unit: str
-    folder: Path
-    points: pd.DataFrame = field(default_factory=pd.DataFrame)
-    notes: list[str] = field(default_factory=list)
-    manifest: RunManifest = field(default_factory=RunManifest)
-
-
-def evaluation_content(result: EvaluationResult) -> dict[str, Any]:
-    """What evaluation.json holds: `lds.mean`, `lds.interval`, `lds.ceiling`, `loo.pearson`, `loo.slope` and
-    so on are of the config's method, and `lds.methods` has the same for every method and
-    control.
-    """
-    methods: dict[str, Any] = {}
-    for row in result.table.to_dict("records"):
-        values = _values(result.kind, {str(key): value for key, value in row.items()})
-        name = str(row["method"])
-        if result.kind == "removal":
-            entry = methods.setdefault(name, {"control": bool(row["control"]), "curve": []})
-            entry["curve"].append(values)
-        else:
-            methods[name] = {"control": bool(row["control"]), **values}
-    main = {key: value for key, value in methods[result.method].items() if key != "control"}
-    content: dict[str, Any] = {**main, **result.facts, "methods": methods}
-    return {
-        "kind": result.kind,
-        "method": result.method,
-        "unit": result.unit,
-        result.kind: content,
-        "notes": result.notes,
-    }
-
-
-def _values(kind: str, row: dict[str, Any]) -> dict[str, Any]:
-    """A row of the table as in evaluation.json: intervals as lists, missing numbers as null."""
-    values: dict[str, Any] = {}
-    for column in EVALUATION_COLUMNS[kind]:
-        if column in _INTERVALS:
-            name, high = _INTERVALS[column]
-            values[name] = None if pd.isna(row[column]) else [float(row[column]), float(row[high])]
-        elif not column.endswith("high"):
-            values[column] = _plain(row[column])
-    return values
-
-
-def _plain(value: Any) -> int | float | str | None:
-    if pd.isna(value):
-        return None
-    return value if isinstance(value, int | str) else float(value)

@@ -105,6 +105,11 @@ class OutlierFacts:
         """Whether samples were compared with trusted ones."""
         return self.decided_by == "reference"
 
+    @property
+    def listed(self) -> int:
+        """How many finite samples are outliers; without a reference, how many are in the review list."""
+        return self.counts.outliers if self.referenced else self.counts.review
+
 
 @dataclass(frozen=True)
 class ModelOrigin:
@@ -223,11 +228,37 @@ class LabelFacts:
 
 
 @dataclass(frozen=True)
-class InfluenceFacts:
-    """The settings of an influence run, and, from `check` on, its results.
+class CheckpointFacts:
+    """A checkpoint of an influence run; all None for the weights that the factory gave."""
 
-    checkpoints: path, sha256 and learning_rate of each. queries: rows and fingerprint. fit: the facts of the
-        method at each checkpoint. coverage: how many of the model's parameters scores are about.
+    path: str | None = None
+    sha256: str | None = None
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True)
+class QueryFacts:
+    """How many queries there are, and which data they are of."""
+
+    rows: int = 0
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many numbers a model's parameters have, how many of them scores are about, and the names of the
+    parameters that are left out.
+    """
+
+    parameters: int = 0
+    covered: int = 0
+    left_out: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class InfluenceFacts:
+    """The settings of an influence run, and, from `check` on, its results. fit: the facts of the method at
+    each checkpoint.
     """
 
     method: str | None = None
@@ -237,9 +268,9 @@ class InfluenceFacts:
     measurement: str | None = None
     normalize: str | None = None
     parameters: list[str] = field(default_factory=list)
-    coverage: dict[str, Any] = field(default_factory=dict)
-    checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    queries: dict[str, Any] = field(default_factory=dict)
+    coverage: Coverage = Coverage()
+    checkpoints: list[CheckpointFacts] = field(default_factory=list)
+    queries: QueryFacts = QueryFacts()
     check: dict[str, Any] | None = None
     fit: list[dict[str, Any]] | None = None
     warnings: list[str] | None = None

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from psgrad.wording import ShortRepr
@@ -129,17 +128,13 @@ class DPStepResult(ShortRepr):
     nothing about the data.
 
     NOT PRIVATE: `steps`, one row for each step of this run (STEP_COLUMNS: `batch_size` the records drawn,
-    `clip_fraction` the share of them whose norm was above its bound, `nonfinite` the records left out);
-    `norms` [n], the gradient norms of the records of the latest steps, before clipping, and `bound`, their
-    clipping bound (of one group; None if there are several).
+    `clip_fraction` the share of them whose norm was above its bound, `nonfinite` the records left out).
     """
 
     step: dict[str, Any]
     folder: Path
     curve: list[tuple[int, float]]
     steps: pd.DataFrame
-    norms: np.ndarray[Any, Any]
-    bound: float | None = None
     notes: list[str] = field(default_factory=list)
 
 

@@ -52,7 +52,8 @@ class Trust:
     that the prediction is a minimisation. steps: Newton steps. tried: whether training went on with and
     without the change; why_not: else. epochs, seconds: of that training. agreement: the rank correlation over
     the queries of what was predicted and measured. slope: the measured change for each unit that was
-    predicted; predictions are multiplied by it where they are no amounts by themselves (`scaled`).
+    predicted; predictions are multiplied by it where they are no amounts by themselves (`scaled`). index: the
+    folder of the index that the curvature was read from; None where it was computed.
     """
 
     scalar: str
@@ -65,6 +66,7 @@ class Trust:
     agreement: float | None = None
     slope: float | None = None
     scaled: bool = False
+    index: str | None = None
 
 
 @dataclass(frozen=True, repr=False)

@@ -95,7 +95,7 @@ def test_calibration_least_squares_default_is_exact() -> None:
     training = examples(linear(weights), squared_error, inputs, targets)
     fitted = fit(Influence(), training)
     assert fitted.calibrated
-    assert fitted.facts["damping"] == 0
+    assert fitted.facts.damping == 0
     result = scores(fitted, examples(linear(weights), squared_error, asked, wanted))
 
     def losses(layer: nn.Linear) -> np.ndarray:
@@ -137,7 +137,7 @@ def test_calibration_reason_names_the_option_of_affine_models(method: Influence,
     inputs, targets = torch.randn(30, 6, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
     fitted = fit(method, examples(linear(ridge(inputs, targets, 1.0)), squared_error, inputs, targets))
     assert not fitted.calibrated
-    assert fitted.facts["calibrated_because"].startswith(expected)
+    assert fitted.facts.calibrated_because.startswith(expected)
 
 
 def test_calibration_networks_damping_value() -> None:
@@ -145,8 +145,8 @@ def test_calibration_networks_damping_value() -> None:
     training = examples(mlp(), cross_entropy, inputs, labels)
     for options in ({}, {"weight_decay": 1e-3}):
         facts = fit(EKFAC(**options), training).facts
-        assert facts["damping"] == pytest.approx(
-            {name: 0.1 * mean for name, mean in facts["mean_eigenvalue"].items()}
+        assert facts.damping == pytest.approx(
+            {name: 0.1 * mean for name, mean in facts.mean_eigenvalue.items()}
         )
 
 
@@ -159,7 +159,7 @@ def test_calibration_affine_model_of_many_outputs_has_scores_by_default() -> Non
     inputs, labels = torch.randn(20, 5, dtype=torch.float64), torch.randint(0, 200, (20,))
     training = examples(nn.Linear(5, 200).double(), cross_entropy, inputs, labels)
     fitted = fit(Influence(weight_decay=0.1), training)
-    assert (fitted.facts["solver"], fitted.facts["damping"], fitted.facts["leverage"]) == (
+    assert (fitted.facts.solver, fitted.facts.damping, fitted.facts.leverage) == (
         "conjugate_gradient",
         0,
         False,

@@ -36,10 +36,10 @@ def test_conjugate_gradient_equals_dense_solve(size: int, count: int, spread: fl
     matrix = symmetric(torch.logspace(-spread / 2, spread / 2, size), seed)
     rhs = torch.tensor(np.random.default_rng(seed).standard_normal((count, size)))
     x, facts = conjugate_gradient(lambda v: v @ matrix, rhs, tolerance=1e-10)
-    assert facts["converged"]
+    assert facts.converged
     assert float(relative(matrix, x, rhs).max()) <= 1e-10
     rounding = 4 * torch.finfo(torch.float64).eps * 10**spread  # of both residuals
-    assert facts["relative_residual_max"] == pytest.approx(
+    assert facts.relative_residual_max == pytest.approx(
         float(relative(matrix, x, rhs).max()), rel=0.5, abs=max(1e-14, rounding)
     )
     torch.testing.assert_close(x, solved(matrix, rhs), rtol=1e-6, atol=1e-6 * float(x.abs().max()))
@@ -54,7 +54,7 @@ def test_conjugate_gradient_dependent_right_hand_sides() -> None:
     rhs[5] = rhs[2] + 1e-9 * rhs[6]
     rhs[7] *= 1e-12
     x, facts = conjugate_gradient(lambda v: v @ matrix, rhs, tolerance=1e-8)
-    assert facts["converged"]
+    assert facts.converged
     assert torch.equal(x[1], torch.zeros(120, dtype=torch.float64))
     rest = torch.arange(12) != 1
     assert float(relative(matrix, x[rest], rhs[rest]).max()) <= 1e-8
@@ -67,14 +67,14 @@ def test_conjugate_gradient_counts_unconverged_right_hand_sides() -> None:
     rhs = torch.randn(3, 200, dtype=torch.float64)
     heard: list[str] = []
     x, facts = conjugate_gradient(lambda v: v @ matrix, rhs, iterations=7, say=heard.append)
-    assert not facts["converged"]
-    assert facts["unconverged"] == 3
-    assert facts["iterations"] == 7
-    assert facts["relative_residual_max"] == pytest.approx(float(relative(matrix, x, rhs).max()))
-    assert facts["relative_residual_median"] == pytest.approx(float(relative(matrix, x, rhs).median()))
+    assert not facts.converged
+    assert facts.unconverged == 3
+    assert facts.iterations == 7
+    assert facts.relative_residual_max == pytest.approx(float(relative(matrix, x, rhs).max()))
+    assert facts.relative_residual_median == pytest.approx(float(relative(matrix, x, rhs).median()))
     assert heard == [
         "conjugate gradients did not converge: after 7 iterations the relative residual of 3 of 3 right-hand"
-        f" sides is above 1e-06, of the worst {facts['relative_residual_max']:.2g}; raise iterations, or the"
+        f" sides is above 1e-06, of the worst {facts.relative_residual_max:.2g}; raise iterations, or the"
         " damping"
     ]
 
@@ -92,8 +92,8 @@ def test_conjugate_gradient_reports_true_residual() -> None:
 
     rhs = torch.randn(2, 80, dtype=torch.float64)
     x, facts = conjugate_gradient(noisy, rhs, spectrum=False)
-    assert not facts["converged"]
-    assert facts["relative_residual_max"] == pytest.approx(float(relative(matrix, x, rhs).max()), rel=0.3)
+    assert not facts.converged
+    assert facts.relative_residual_max == pytest.approx(float(relative(matrix, x, rhs).max()), rel=0.3)
 
 
 @pytest.mark.parametrize("spectrum", [True, False])
@@ -111,7 +111,7 @@ def test_conjugate_gradient_negative_curvature_refused(
     more = float(re.findall(r"\d\S*\d", caught.value.hint)[0])
     assert 0.5 < more < 1
     _, facts = conjugate_gradient(lambda v: v @ matrix + more * v, rhs, spectrum=spectrum)
-    assert facts["converged"]
+    assert facts.converged
 
 
 @pytest.mark.parametrize("preconditioned", [True, False])
@@ -124,7 +124,7 @@ def test_conjugate_gradient_singular_curvature_refused(
     def solve(damping: float) -> bool:
         near = nystroem(lambda v: v @ matrix, 50, damping, rank=20) if preconditioned else None
         _, facts = conjugate_gradient(lambda v: v @ matrix + damping * v, rhs, preconditioner=near)
-        return bool(facts["converged"])
+        return bool(facts.converged)
 
     with pytest.raises(
         InfluenceError, match=r"the damped curvature is singular: .* and its largest 10"
@@ -150,5 +150,5 @@ def test_conjugate_gradient_nonfinite_refused() -> None:
 def test_conjugate_gradient_extreme_eigenvalues_are_reported() -> None:
     matrix = symmetric(torch.linspace(1, 30, 30))
     _, facts = conjugate_gradient(lambda v: v @ matrix, torch.ones(1, 30))
-    assert facts["ritz_min"] == pytest.approx(1)
-    assert facts["ritz_max"] == pytest.approx(30)
+    assert facts.ritz_min == pytest.approx(1)
+    assert facts.ritz_max == pytest.approx(30)

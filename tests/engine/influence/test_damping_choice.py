@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence import damping_choice
+from psgrad.engine.influence.fit_facts import FitFacts
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.influence import Influence
 from tests.engine.influence.problems import (
@@ -27,17 +30,17 @@ def few_digits(model: torch.nn.Module) -> Examples:
     return examples(model, cross_entropy, inputs[:200], labels[:200])
 
 
-def fitted_facts(training: Examples, method: Influence | None = None, **options: object) -> dict[str, object]:
-    fitted = (Influence() if method is None else method).fit(training, Checkpoint(**options))  # type: ignore[arg-type]
+def fitted_facts(training: Examples, method: Influence | None = None, **options: Any) -> FitFacts:
+    fitted = (Influence() if method is None else method).fit(training, Checkpoint(**options))
     return fitted.facts
 
 
 @pytest.mark.long
 def test_damping_choice_of_trained_weights_is_the_default() -> None:
     facts = fitted_facts(few_digits(trained_digits_mlp()))
-    assert facts["relative_damping"] == 1.0
-    assert facts["damping"] == facts["mean_eigenvalue"]
-    assert list(facts["damping_agreement"]) == ["1"]  # type: ignore[call-overload]
+    assert facts.relative_damping == 1.0
+    assert facts.damping == facts.mean_eigenvalue
+    assert list(facts.damping_agreement) == ["1"]
 
 
 def untrained() -> Examples:
@@ -48,22 +51,23 @@ def untrained() -> Examples:
 @pytest.mark.long
 def test_damping_choice_far_from_minimum_is_larger() -> None:
     facts = fitted_facts(untrained())
-    tried: dict[str, float] = facts["damping_agreement"]  # type: ignore[assignment]
+    tried = facts.damping_agreement
+    assert tried is not None
     *refused, chosen = tried.values()
     assert len(refused) >= 1
     assert max(refused) < damping_choice.AGREES <= chosen
-    relative = float(facts["relative_damping"])  # type: ignore[arg-type]
+    relative = float(facts.relative_damping)
     assert f"{relative:.3g}" == list(tried)[-1]
-    assert facts["damping"] == pytest.approx(relative * facts["mean_eigenvalue"])  # type: ignore[operator]
+    assert facts.damping == pytest.approx(relative * facts.mean_eigenvalue)
     again = fitted_facts(untrained(), Influence(relative_damping=relative))
-    assert again["damping"] == pytest.approx(facts["damping"])
-    assert "damping_agreement" not in again
+    assert again.damping == pytest.approx(facts.damping)
+    assert again.damping_agreement is None
 
 
 def test_damping_choice_agreement_equals_autograd() -> None:
     """Predicted and actual changes by torch.func, with the same rows and parts."""
     training = untrained()
-    trial = damping_choice._Trial(training, 0.01)
+    trial = damping_choice.RemovalTrial(training, 0.01)
     fitted = Influence(relative_damping=3.0, weight_decay=0.01).fit(training, Checkpoint()).solver()
     assert fitted is not None
     model, count = training.objective.model, len(training)
@@ -98,7 +102,7 @@ def test_damping_choice_agreement_equals_autograd() -> None:
     one, other = (np.stack([each.detach().numpy() for each in side]) for side in (predicted, actual))
     one, other = one - one.mean(0), other - other.mean(0)
     truth = (one * other).sum() / np.sqrt((one**2).sum() * (other**2).sum())
-    assert trial.agreement(fitted) == pytest.approx(truth, rel=1e-8)  # type: ignore[arg-type]
+    assert trial.agreement(fitted) == pytest.approx(truth, rel=1e-8)
     assert abs(truth) < 0.999
 
 
@@ -113,7 +117,8 @@ def test_damping_choice_left_out(case: str) -> None:
         facts = fitted_facts(examples(mlp(), cross_entropy, inputs, labels), Influence(relative_damping=1.0))
     else:
         facts = fitted_facts(examples(mlp(), cross_entropy, inputs, labels), of=3)
-    assert not {"damping_agreement", "damping_because"} & set(facts)
+    assert facts.damping_agreement is None
+    assert facts.damping_because is None
 
 
 @pytest.mark.parametrize(
@@ -123,6 +128,6 @@ def test_damping_choice_left_out(case: str) -> None:
 def test_damping_choice_untried(rows: int, solver: str, words: str) -> None:
     inputs, labels = classified(rows)
     training = examples(mlp(), cross_entropy, inputs, labels)
-    facts = fitted_facts(training, Influence(solver=solver))  # type: ignore[arg-type]
-    assert words in str(facts["damping_because"])
-    assert facts["damping"] == pytest.approx(facts["mean_eigenvalue"])
+    facts = fitted_facts(training, Influence(solver=solver))
+    assert words in str(facts.damping_because)
+    assert facts.damping == pytest.approx(facts.mean_eigenvalue)

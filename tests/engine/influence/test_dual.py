@@ -68,7 +68,7 @@ def test_dual_equals_dense_solve(name: str, curvature: Any) -> None:
     own, norms = self_influence(fitted)
     np.testing.assert_allclose(own, np.einsum("np,pq,nq->n", rows, matrix, rows), rtol=1e-8)
     np.testing.assert_allclose(norms, np.linalg.norm(rows @ matrix, axis=1), rtol=1e-8)
-    assert fitted.facts["mean_eigenvalue"] == pytest.approx(
+    assert fitted.facts.mean_eigenvalue == pytest.approx(
         np.trace(curvatures[curvature]) / len(rows) / rows.shape[1], rel=1e-10
     )
 

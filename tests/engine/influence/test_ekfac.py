@@ -174,8 +174,8 @@ def test_ekfac_facts() -> None:
         mean = float(
             squares[columns].mean()
         )  # a rotation leaves the trace, and weight decay is no part of it
-        assert facts["mean_eigenvalue"][label] == pytest.approx(mean, rel=1e-12)
-        assert facts["damping"][label] == pytest.approx(0.2 * mean, rel=1e-12)
+        assert facts.mean_eigenvalue[label] == pytest.approx(mean, rel=1e-12)
+        assert facts.damping[label] == pytest.approx(0.2 * mean, rel=1e-12)
 
 
 def test_ekfac_singular_block_refused() -> None:

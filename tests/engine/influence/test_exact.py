@@ -173,5 +173,5 @@ def test_exact_equals_conjugate_gradients(curvature: Any) -> None:
     exact = scores(fit(Influence(curvature, "exact", damping=damping), training()), queries())
     fitted = fit(Influence(curvature, "conjugate_gradient", damping=damping, tolerance=1e-9), training())
     np.testing.assert_allclose(scores(fitted, queries()), exact, rtol=0, atol=1e-6 * np.abs(exact).max())
-    assert fitted.facts["converged"]
-    assert fitted.facts["relative_residual_max"] <= 1e-9
+    assert fitted.facts.solved.converged
+    assert fitted.facts.solved.relative_residual_max <= 1e-9

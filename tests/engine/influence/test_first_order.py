@@ -121,7 +121,7 @@ def test_first_order_tracin_of_adam_takes_the_saved_squares(data: Any) -> None:
     torch.testing.assert_close(
         matrix_of(fitted, queries), scaled_by(model, data, flat), rtol=1e-10, atol=1e-12
     )
-    assert fitted.facts["second_moments"] == "the optimiser's state beside the checkpoint"
+    assert fitted.facts.second_moments == "the optimiser's state beside the checkpoint"
     own = torch.cat([block.self_influence for block in fitted.self_influence()])
     rows = loop(model, *data[:2])
     torch.testing.assert_close(own, 0.5 * (rows.square() / (flat.sqrt() + 1e-8)).sum(1))

@@ -80,7 +80,7 @@ def test_leverage_scores_equal_one_newton_step(name: str, solver: Any) -> None:
     fitted = fit(method, training)
     np.testing.assert_allclose(scores(fitted, queries), steps @ query_rows.T, rtol=0, atol=1e-11)
     np.testing.assert_allclose(self_influence(fitted)[0], (steps * rows).sum(1), rtol=1e-10)
-    assert 0.1 < fitted.facts["largest_leverage"] < 1
+    assert 0.1 < fitted.facts.largest_leverage < 1
 
 
 @pytest.mark.long
@@ -117,7 +117,7 @@ def test_leverage_ridge_regression_leave_one_out(solver: Any, outputs: int) -> N
         )
         np.testing.assert_allclose(result[row], (wide @ change.T).sum(1), rtol=0, atol=1e-8)
         np.testing.assert_allclose(moves[row], np.linalg.norm(change), rtol=1e-8)
-    assert fitted.facts["largest_leverage"] > 0.5
+    assert fitted.facts.largest_leverage > 0.5
     plain = scores(fit(Influence(solver=solver, damping=0.0, weight_decay=weight_decay), training), training)
     assert np.abs(plain[0]).max() < 0.6 * np.abs(scores(fitted, training)[0]).max()
 

@@ -109,9 +109,9 @@ def test_influence_default_options_with_weight_decay_have_slope_one(
     method = Influence(weight_decay=WEIGHT_DECAY, **options)
     fitted = fit(method, truth.training)
     assert fitted.calibrated
-    assert fitted.facts["damping"] == 0
-    assert fitted.facts["leverage"] is True
-    assert fitted.facts["change"] == "output"
+    assert fitted.facts.damping == 0
+    assert fitted.facts.leverage is True
+    assert fitted.facts.change == "output"
     assert abs(slope_of(fitted, truth) - 1) < 0.01
 
 
@@ -120,7 +120,7 @@ def test_influence_without_leverage_scores_are_not_calibrated(truth: Truth) -> N
     method = Influence(weight_decay=WEIGHT_DECAY, leverage=False)
     fitted = fit(method, truth.training)
     assert not fitted.calibrated
-    assert "leverage" in fitted.facts["calibrated_because"]
+    assert "leverage" in fitted.facts.calibrated_because
     assert slope_of(fitted, truth) > 1.04
 
 
@@ -162,7 +162,7 @@ def test_influence_default_options_of_each_solver_have_slope_one(few: Truth, sol
     method = Influence(weight_decay=0.05, solver=solver)
     fitted = fit(method, few.training)
     assert fitted.calibrated
-    assert fitted.facts["leverage"] is True
+    assert fitted.facts.leverage is True
     assert 0.98 < slope_of(fitted, few) < 1.02
 
 
@@ -181,7 +181,7 @@ def test_influence_fewer_rows_than_one_newton_step_serves_are_not_calibrated() -
     heard: list[str] = []
     fitted = fit(Influence(weight_decay=0.1), few.truth.training, heard)
     result = scores(fitted, few.truth.queries)
-    assert fitted.facts["largest_leverage"] > 0.5
+    assert fitted.facts.largest_leverage > 0.5
     assert linregress(result.ravel(), few.truth.rises.ravel()).slope > 1.04
     assert not fitted.calibrated
     assert "the one Newton step of a score would be followed by a second one 0.066 times as long" in heard[0]
@@ -217,5 +217,5 @@ def test_influence_added_damping_is_not_calibrated(truth: Truth) -> None:
     ):
         fitted = fit(method, truth.training)
         assert not fitted.calibrated
-        assert fitted.facts["leverage"] is False
-        assert fitted.facts["change"] == "gradient"
+        assert fitted.facts.leverage is False
+        assert fitted.facts.change == "gradient"

@@ -25,10 +25,10 @@ def test_preconditioner_reduces_condition() -> None:
         x, facts = conjugate_gradient(
             lambda v: v @ matrix + DAMPING * v, rhs, preconditioner=preconditioner, iterations=1000
         )
-        assert facts["converged"]
+        assert facts.converged
         expected = solved(matrix + DAMPING * torch.eye(400, dtype=torch.float64), rhs)
         torch.testing.assert_close(x, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
-        return int(facts["iterations"])
+        return int(facts.iterations)
 
     alone = iterations(None)
     helped = iterations(nystroem(lambda v: v @ matrix, 400, DAMPING, rank=120))
@@ -43,7 +43,7 @@ def test_preconditioner_negative_eigenvalues() -> None:
     assert bool(torch.isfinite(result.root(torch.eye(SIZE, dtype=torch.float64), -0.5)).all())
     rhs = torch.randn(2, SIZE, dtype=torch.float64)
     x, facts = conjugate_gradient(lambda v: v @ matrix + 2 * v, rhs, preconditioner=result)
-    assert facts["converged"]
+    assert facts.converged
     torch.testing.assert_close(
         x, solved(matrix + 2 * torch.eye(SIZE, dtype=torch.float64), rhs), rtol=1e-4, atol=1e-5
     )

@@ -16,7 +16,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.continued import slopes_without
 from psgrad.engine.influence.curvature.curvature_products import PassProducts
 from psgrad.engine.influence.curvature.matrices import loss_hessian
-from psgrad.engine.influence.damping_choice import _Trial
+from psgrad.engine.influence.damping_choice import RemovalTrial
 from psgrad.engine.influence.method import Checkpoint, Method
 from tests.engine.influence.problems import cross_entropy, examples
 from tests.engine.influence.test_over_ranks import FITS
@@ -85,7 +85,7 @@ def slopes_at_other_weights(training: Examples) -> Tensor:
 
 
 def losses_of_steps(training: Examples) -> Tensor:
-    trial = _Trial(training, 0.1)
+    trial = RemovalTrial(training, 0.1)
     models = [{name: value + by for name, value in training.params.items()} for by in (0.0, 0.1, 0.3)]
     return trial._losses(models)
 

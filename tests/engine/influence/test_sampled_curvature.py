@@ -65,7 +65,7 @@ def test_sampled_curvature_large_output() -> None:
     criterion = lambda output, target: F.cross_entropy(output, target)
     training = examples(model, criterion, tokens[:, :-1], tokens[:, 1:])
     fitted = fit(Influence("sampled", damping=DAMPING), training)
-    assert fitted.facts["solver"] == "dual"
+    assert fitted.facts.solver == "dual"
     gradients = gradient_rows(model, criterion, tokens[:, :-1], tokens[:, 1:])
     want = scores(fit(Influence("sampled", "exact", damping=DAMPING), training), training)
     found = scores(fitted, training)
@@ -83,7 +83,7 @@ def test_sampled_curvature_ranks_only() -> None:
     assert not method.predicts_removal
     fitted = fit(Influence("sampled", weight_decay=0.1), training)
     assert not fitted.calibrated
-    assert "right on average alone" in str(fitted.facts["calibrated_because"])
+    assert "right on average alone" in str(fitted.facts.calibrated_because)
 
 
 def test_sampled_curvature_refuses_conjugate_gradients() -> None:

@@ -212,11 +212,11 @@ def test_projected_influence_equals_damped_empirical_fisher(data: Any, kind: Any
         np.diagonal(ridge_products(rows, rows, 0.2)),
     )
     moment = rows.T @ rows
-    solved = np.linalg.solve(moment + N * fitted.facts["damping"] * np.eye(len(moment)), rows.T)
+    solved = np.linalg.solve(moment + N * fitted.facts.damping * np.eye(len(moment)), rows.T)
     assert_close(
         torch.cat([block.preconditioned_norm for block in blocks]).numpy(), np.linalg.norm(solved, axis=0)
     )
-    assert fitted.facts["mean_eigenvalue"] == pytest.approx(np.trace(moment) / N / len(moment))
+    assert fitted.facts.mean_eigenvalue == pytest.approx(np.trace(moment) / N / len(moment))
 
 
 # -- Refusals ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from psgrad.engine.privacy.accounting import (
     epsilon_rdp,
 )
 from psgrad.engine.privacy.accounting.composition import interval_for
-from psgrad.errors import ConfigError
+from psgrad.errors import PsgradError
 from tests.engine.privacy.accountants import fixed, gaussian_epsilon, poisson
 
 
@@ -229,5 +229,5 @@ def test_pld_too_many_steps_refused() -> None:
 
 def test_pld_without_dp_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(ConfigError, match=r"hint: pip install 'dp-accounting>=0.6'"):
+    with pytest.raises(PsgradError, match=r"pip install 'psgrad\[dp\]'"):
         epsilon_pld([(poisson(1.0, 0.1), 1)], 1e-5)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from psgrad.engine.transforms import functional_call, grad, vjp, vmap
+from psgrad.engine.transforms import functional_call, grad, grad_and_value, vjp, vmap
 from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 
@@ -297,6 +297,21 @@ def test_in_place_write_under_no_grad() -> None:
     x = torch.randn(3)
     same(grad(loss)(x), torch.func.grad(loss)(x))
     same(grad(lambda x: grad(loss)(x).sum())(x), torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x))
+
+
+def test_in_place_write_keeps_the_dtype_of_its_target() -> None:
+    """A wider operand would make a wider result out of place, of which more digits are read."""
+    wide = torch.tensor([1.01, 2.02, 3.03], dtype=torch.float64)
+
+    def loss(x: Tensor) -> Tensor:
+        y = x * 2
+        y.mul_(wide)
+        return (y.double() * y.double()).sum()
+
+    x = torch.randn(3).to(torch.bfloat16)
+    gradient, value = grad_and_value(loss)(x)
+    assert value.equal(loss(x))
+    torch.testing.assert_close(gradient, torch.func.grad(loss)(x))
 
 
 DTYPES = (torch.bool, torch.int64, torch.bfloat16, torch.float32, torch.float64)

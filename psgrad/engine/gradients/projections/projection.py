@@ -187,6 +187,10 @@ class Projection(ABC):
         products.
         """
 
+    @abstractmethod
+    def transposed(self, rows: torch.Tensor, name: str, shape: torch.Size) -> torch.Tensor:
+        """[n, *shape] float64: the part of a parameter of this shape in P' times rows [n, width] float64."""
+
     @property
     @abstractmethod
     def scale(self) -> float:

@@ -70,6 +70,17 @@ class Projector:
             else gradients.project(self.projection)
         )
 
+    def transposed(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, p] float64: P' times n rows [n, k]."""
+        if self.projection is None:
+            return rows.double()
+        columns = self.projection.columns(self.flat.shapes)
+        parts = {
+            name: self.projection.transposed(rows[:, columns[name]].double(), name, shape)
+            for name, shape in self.flat.shapes.items()
+        }
+        return self.flat.join(parts)
+
     @property
     def spans(self) -> tuple[slice, ...]:
         """The columns of each parameter, where parameters have their own; else all of them, as one."""

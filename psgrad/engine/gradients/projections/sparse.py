@@ -121,6 +121,9 @@ class Sparse(Projection):
     def add(self, sums: torch.Tensor, name: str, gradient: DeferredGradient, dtype: torch.dtype) -> None:
         add_sparse(sums, Orders(key_of(self.seed, self.kind, name), self.k), gradient, dtype)
 
+    def transposed(self, rows: torch.Tensor, name: str, shape: torch.Size) -> torch.Tensor:
+        return Orders(key_of(self.seed, self.kind, name), self.k).read(rows, shape)
+
 
 @dataclass(frozen=True)
 class Orders:
@@ -154,6 +157,11 @@ class Orders:
         factors, shifts = self._drawn(stream, inverse=True)
         columns = (places % self.size - shifts).mul_(factors).remainder_(self.size)
         return columns, sign_at(words_at(stream, 2 + columns // PER_WORD), columns % PER_WORD)
+
+    def read(self, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """[n, *shape] of n rows [n, size]: for each place its column's number, with its sign."""
+        columns, drawn = self.scattered(torch.arange(shape.numel(), device=rows.device))
+        return (rows[:, columns] * drawn).reshape(len(rows), *shape)
 
     def _drawn(self, stream: torch.Tensor, *, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """The factor (or its inverse) and the shift of each stream."""

@@ -67,13 +67,25 @@ class TwoSided(Projection):
     def _orders(self, name: str) -> Orders:
         return Orders(key_of(self.seed, self.kind, name), self.width)
 
+    def _matrices(self, name: str, device: torch.device) -> tuple[MatrixEntries, MatrixEntries]:
+        """A and B."""
+        keys = [key_of(self.seed, self.kind, name, side) for side in ("left", "right")]
+        return MatrixEntries(keys[0], self.left, device), MatrixEntries(keys[1], self.right, device)
+
+    def transposed(self, rows: torch.Tensor, name: str, shape: torch.Size) -> torch.Tensor:
+        if len(shape) < 2:
+            return self._orders(name).read(rows, shape)
+        a, b = self._matrices(name, rows.device)
+        left, right = torch.arange(shape[0]), torch.arange(shape[1:].numel())
+        first = a.at(left.to(rows.device)).double()
+        sums = rows.reshape(len(rows), self.left, self.right) @ b.at(right.to(rows.device)).double().t()
+        return (first @ sums * self.scale).reshape(len(rows), *shape)
+
     def add(self, sums: torch.Tensor, name: str, gradient: DeferredGradient, dtype: torch.dtype) -> None:
         if len(gradient.shape) < 2:
             add_sparse(sums, self._orders(name), gradient, dtype, 1 / self.scale)
             return
-        keys = (key_of(self.seed, self.kind, name, side) for side in ("left", "right"))
-        sizes = zip(keys, (self.left, self.right), strict=True)
-        a, b = (MatrixEntries(key, size, sums.device) for key, size in sizes)
+        a, b = self._matrices(name, sums.device)
         for placed in gradient.terms:
             if placed.term.factors[0].numel() and not _add_by_factors(sums, placed, dtype, a, b):
                 _add_values(sums, placed, dtype, a, b)

@@ -20,7 +20,12 @@ from psgrad.engine.execution.buckets import SumOverSamples
 from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
-from psgrad.engine.execution.output_rows import gauss_newton_rows, gauss_newton_trace, outputs_alike
+from psgrad.engine.execution.output_rows import (
+    OutputRows,
+    gauss_newton_rows,
+    gauss_newton_trace,
+    outputs_alike,
+)
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Flat, Vectors
 from psgrad.engine.gradients.parts import Part
@@ -68,19 +73,28 @@ class CurvatureProducts(ABC):
 
 
 def curvature_products(
-    training: Examples, curvature: CurvatureKind = "gauss_newton", *, weight_decay: float = 0.0, seed: int = 0
+    training: Examples, curvature: CurvatureKind = "gauss_newton", *, weight_decay: float = 0.0
 ) -> CurvatureProducts:
     """Products with the mean curvature of the training set, by the method of the least work.
 
     curvature: 'gauss_newton' (the loss's second derivatives in the output, pulled back to the parameters),
-    'fisher' (of the labels that there are: the mean of g g' over per-sample gradients g) or 'hessian'. seed:
-    of the random signs behind an estimated trace.
+    'fisher' (of the labels that there are: the mean of g g' over per-sample gradients g) or 'hessian'.
 
     Gauss-Newton and Fisher keep their rows where these fit in memory; else, and for a Hessian, each product
     runs over the data.
     """
-    by_rows = RowProducts.of(training, curvature, weight_decay) if curvature != "hessian" else None
-    return by_rows if by_rows is not None else PassProducts(training, curvature, weight_decay, seed)
+    by_rows = RowProducts.of(training, curvature, weight_decay)
+    return by_rows if by_rows is not None else PassProducts(training, curvature, weight_decay)
+
+
+def _rows(training: Examples, curvature: str) -> Examples | None:
+    """Rows whose outer products add up to a curvature; None where there are none, or too many of them."""
+    if curvature == "fisher":
+        return training
+    try:
+        return gauss_newton_rows(training) if curvature == "gauss_newton" else None
+    except InfluenceError:  # the output is large, or no tensor
+        return None
 
 
 PartsByName = Mapping[str, ParameterRows]
@@ -117,20 +131,15 @@ class RowProducts(CurvatureProducts):
 
     @classmethod
     def of(cls, training: Examples, curvature: str, weight_decay: float = 0.0) -> RowProducts | None:
-        """The 'gauss_newton' or 'fisher' of a training set; None where the rows don't fit in memory.
+        """The curvature of a training set; None where it has no rows, or they don't fit in memory.
 
         Raises InfluenceError where the loss is not convex in the output.
         """
-        source: Examples
-        budget = training.free_bytes() // _SHARE
-        if curvature == "gauss_newton":
-            try:
-                exact = gauss_newton_rows(training)
-            except InfluenceError:  # the output is large, or no tensor
-                return None
-            source, rows = replace(exact, settle=False), exact.per_sample
-        else:
-            source, rows = training, 1
+        source, budget, rows = _rows(training, curvature), training.free_bytes() // _SHARE, 1
+        if source is None:
+            return None
+        if isinstance(source, OutputRows):
+            source, rows = replace(source, settle=False), source.per_sample
         if rows * training.flat.size * next(iter(training.params.values())).element_size() > budget:
             return None
         stored: list[list[PartsByName]] = []
@@ -201,24 +210,21 @@ def _pieces(rows: PartsByName, vectors: torch.Tensor) -> list[slice]:
 
 # The number of vectors that share a forward pass: more take only more memory.
 _VECTORS = 32
-# Random vectors behind an estimated trace.
-_PROBES = 64
+# Random vectors behind an estimated trace, and their seed.
+_PROBES, _SEED = 64, 0
 
 
 class PassProducts(CurvatureProducts):
     """Products of a training set's curvature, each a pass over the data for every `_VECTORS` vectors.
 
-    Passes run in the parameters' type; only sums over chunks are in float64. seed: of the random signs behind
-    the trace of a Hessian, or of a Gauss-Newton matrix of large outputs.
+    Passes run in the parameters' type; only sums over chunks are in float64.
     """
 
     how = "passes over the data"
 
-    def __init__(
-        self, training: Examples, curvature: CurvatureKind, weight_decay: float = 0.0, seed: int = 0
-    ) -> None:
+    def __init__(self, training: Examples, curvature: CurvatureKind, weight_decay: float = 0.0) -> None:
         super().__init__(training.flat, len(training), weight_decay)
-        self.training, self.curvature, self.seed = training, curvature, seed
+        self.training, self.curvature = training, curvature
         memory = chunk_budget(training.device, training.options.get("memory")) // _VECTORS
         tokens = training.options.get("tokens")
         own = {"memory": memory, "tokens": None if tokens is None else max(1, tokens // _VECTORS)}
@@ -229,33 +235,15 @@ class PassProducts(CurvatureProducts):
         return torch.cat([self._apply(part) for part in block.split(_VECTORS)])
 
     def mean_eigenvalue(self) -> tuple[float, float]:
-        p = self.flat.size
-        source = (
-            self.training
-            if self.curvature == "fisher"
-            else self._rows()
-            if self.curvature == "gauss_newton"
-            else None
-        )
+        p, source = self.flat.size, _rows(self.training, self.curvature)
         if source is not None:
             return sum(float(norms["square_norm"].sum()) for _, norms in source.norms()) / self.count / p, 0.0
         if self.curvature == "gauss_newton" and outputs_alike(self.training):
-            trace, error = gauss_newton_trace(self.training, self.seed)
+            trace, error = gauss_newton_trace(self.training, _SEED)
             return trace / self.count / p, error / self.count / p
-        without_decay = PassProducts(self.training, self.curvature, seed=self.seed)
-        trace, error = hutchinson_trace(
-            without_decay.apply, p, probes=_PROBES, seed=self.seed, device=self.training.device
-        )
+        products, device = PassProducts(self.training, self.curvature).apply, self.training.device
+        trace, error = hutchinson_trace(products, p, probes=_PROBES, seed=_SEED, device=device)
         return trace / p, error / p
-
-    def _rows(self) -> Examples | None:
-        """Rows of the Gauss-Newton matrix, whose square norms add up to its trace; None where there are too
-        many of them.
-        """
-        try:
-            return gauss_newton_rows(self.training)
-        except InfluenceError:
-            return None
 
     def _apply(self, vectors: torch.Tensor) -> torch.Tensor:
         kind = next(iter(self.training.params.values())).dtype

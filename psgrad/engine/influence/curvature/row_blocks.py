@@ -106,15 +106,16 @@ class SharedFactorRows:
 
     def inner(self, block: torch.Tensor, samples: slice) -> torch.Tensor:
         own, shared = self.own[samples].to(block.dtype), self.shared[samples].to(block.dtype)
-        n, _, positions, a = own.shape
-        moved = (shared.flatten(0, 1) @ block).reshape(n, positions * a, -1)
+        n, _, positions, a = own.shape  # no position where a sample sends nothing to a layer
+        moved = (shared.flatten(0, 1) @ block).reshape(n, positions * a, block.shape[1] // a)
         return torch.bmm(own.flatten(2), moved).flatten(0, 1)
 
     def add_back(self, total: torch.Tensor, weights: torch.Tensor, samples: slice) -> None:
         own, shared = self.own[samples].to(weights.dtype), self.shared[samples].to(weights.dtype)
-        n, rows, positions, _ = own.shape
-        moved = torch.bmm(own.flatten(2).transpose(1, 2), weights.reshape(n, rows, -1))  # [n, t * a, k]
-        total.addmm_(shared.flatten(0, 1).t(), moved.reshape(n * positions, -1))
+        n, rows, positions, a = own.shape
+        vectors = weights.shape[1]
+        moved = torch.bmm(own.flatten(2).transpose(1, 2), weights.reshape(n, rows, vectors))  # [n, t * a, k]
+        total.addmm_(shared.flatten(0, 1).t(), moved.reshape(n * positions, a * vectors))
 
     def square_sum(self) -> float:
         if self.own.shape[2] == 1:

@@ -89,14 +89,8 @@ class Members:
         shapes = [
             {name: tuple(value.shape) for name, value in model.state_dict().items()} for model in models
         ]
-        odd = next(
-            (
-                number
-                for number, shape in enumerate(shapes)
-                if shape != shapes[0] or type(models[number]) is not type(models[0])
-            ),
-            None,
-        )
+        kinds = [(type(model), shape) for model, shape in zip(models, shapes, strict=True)]
+        odd = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), None)
         if odd is not None:
             raise ModelError(
                 f"the retrained model number {odd} has other weights than number 0",
@@ -106,14 +100,6 @@ class Members:
             model.eval()
         state = {name: value.detach() for part in stack_module_state(models) for name, value in part.items()}
         return Members(models[0], state, np.full(len(models), np.nan))
-
-    def member(self, number: int) -> nn.Module:
-        """The model with the weights of one of them put in: the same object each time."""
-        with torch.no_grad():
-            own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-            for name, value in self.state.items():
-                own[name].copy_(value[number])
-        return self.model
 
     def measured(self, rows: LoadedRows, criterion: Criterion) -> np.ndarray[Any, Any]:
         """[K, m] float64: the scalar of (output, target) of each of m rows, by each model."""

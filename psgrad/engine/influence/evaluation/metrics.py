@@ -65,19 +65,13 @@ class Ceiling:
     best: float
 
 
-def subset_sums(scores: Array, subsets: Array) -> Array:
-    """[S, m]: the sum of the scores [n, m] of each subset's rows; subsets [S, n] bool."""
-    sums: Array = subsets.astype(np.float64) @ scores
-    return sums
-
-
 def lds_mean(scores: Array, subsets: Array, outcomes: Array) -> float:
     """The mean score of `lds` for scores [n, m], subsets [S, n] bool and outcomes [S, R, m]."""
-    return _mean_rank_correlation(subset_sums(scores, subsets), -outcomes.mean(1))
+    return mean_correlation(subsets.astype(float) @ scores, -outcomes.mean(1))
 
 
-def _mean_rank_correlation(predicted: Array, actual: Array) -> float:
-    """Over the columns; a correlation that is not defined counts as 0."""
+def mean_correlation(predicted: Array, actual: Array) -> float:
+    """The mean rank correlation over the columns; one that is not defined counts as 0."""
     return _mean(spearman(predicted, actual))
 
 
@@ -91,12 +85,10 @@ def lds(scores: Mapping[str, Array], subsets: Array, outcomes: Array, main: str)
         main: the method that the others are compared with.
     """
     truth = -outcomes.mean(1)
-    sums = {name: subset_sums(matrix, subsets) for name, matrix in scores.items()}
-    without = {
-        name: without_each(_mean_rank_correlation, predicted, truth) for name, predicted in sums.items()
-    }
+    sums = {name: subsets.astype(float) @ matrix for name, matrix in scores.items()}
+    without = {name: without_each(mean_correlation, predicted, truth) for name, predicted in sums.items()}
     per_query = {name: spearman(predicted, truth) for name, predicted in sums.items()}
-    means = {name: float(np.nan_to_num(values).mean()) for name, values in per_query.items()}
+    means = {name: _mean(values) for name, values in per_query.items()}
     return {
         name: LDSScore(
             means[name],
@@ -235,11 +227,12 @@ class RemovalScore:
     main one).
     """
 
+    removed: int
     rise: float
     interval: Interval
+    per_query: Array = field(repr=False)
     ahead: float | None = None
     ahead_interval: Interval | None = None
-    per_query: Array = field(repr=False, default_factory=lambda: np.empty(0))
 
 
 def strongest(scores: Array, query: int, count: int) -> Array:
@@ -258,10 +251,11 @@ def removal(rises: Mapping[str, Mapping[int, Array]], main: str) -> dict[str, di
         for count, values in curve.items():
             paired = rises[main][count] - values
             result[name][count] = RemovalScore(
+                count,
                 float(values.mean()),
                 mean_interval(values),
+                values,
                 None if name == main else float(paired.mean()),
                 None if name == main else mean_interval(paired),
-                values,
             )
     return result

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, in_turn
+from psgrad.engine.execution.ranks import Arrays, in_turn
 from psgrad.engine.gradients.flat import Flat
 from psgrad.engine.influence.damping import Damping
+from psgrad.engine.influence.fit_facts import FitFacts
 from psgrad.engine.influence.index.index_rows import Differentiated, RowBlock, RowSource
 from psgrad.engine.influence.index.stored_index import StoredRows
 from psgrad.engine.influence.method import Fitted, ScoreBlock, SelfBlock
@@ -23,33 +24,28 @@ from psgrad.errors import InfluenceError
 class FittedRows(Fitted):
     """The common part of methods on rows: queries become rows by the same projector, and the training rows
     stream past.
-
     """
 
     def __init__(self, source: RowSource) -> None:
         self.source = source
-        projection = source.projector.projection
-        self.facts: dict[str, Any] = {
-            "projection": None if projection is None else projection.describe(),
-            "columns": source.projector.width,
-            "projection_noise": source.projector.noise,
-        }
+
+    @property
+    def facts(self) -> FitFacts:
+        projector = self.source.projector
+        return FitFacts(
+            projection=None if projector.projection is None else projector.projection.describe(),
+            columns=projector.width,
+            projection_noise=projector.noise,
+        )
 
     def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
-        return self.scores_of(self.projected(queries), queries.processes)
-
-    def scores_of(
-        self,
-        projected: torch.Tensor,
-        processes: Processes | None = None,
-        rows: RowSource | None = None,
-    ) -> Iterator[ScoreBlock]:
-        """The scores of all rows, or of some of them, for queries [m, k] float64 that are projected."""
-        processes = OneProcess() if processes is None else processes
-        source, prepared = self.source if rows is None else rows, self.prepared(projected)
+        projector, processes = self.source.projector, queries.processes
+        require_parameters(projector.flat, queries)
+        rows = queries.each(lambda gradients: {"rows": projector(gradients)})
+        prepared = self.prepared(torch.cat([part["rows"].double() for _, part in rows]))
 
         def own() -> Iterator[Arrays]:
-            for block in source.blocks(processes.rank, processes.size):
+            for block in self.source.blocks(processes.rank, processes.size):
                 scores = self.contracted(block, prepared)
                 scores[~block.finite] = torch.nan
                 weights = self.weights(block)
@@ -59,17 +55,6 @@ class FittedRows(Fitted):
         for found in in_turn(processes, "scores", own()):
             start, stop = found["rows"].tolist()
             yield ScoreBlock(start, stop, found["scores"], found.get("weights"))
-
-    def projected(self, queries: Examples) -> torch.Tensor:
-        """[m, k] float64 of m queries."""
-        projector = self.source.projector
-        require_parameters(projector.flat, queries)
-        return torch.cat(
-            [
-                part["rows"].double()
-                for _, part in queries.each(lambda gradients: {"rows": projector(gradients)})
-            ]
-        )
 
     def prepared(self, queries: torch.Tensor) -> torch.Tensor:
         """The factor of the rows, [m, k], for projected queries [m, k]."""
@@ -134,15 +119,18 @@ class ProjectedInverse(FittedRows):
     ) -> None:
         super().__init__(source)
         self.of = of
-        self.has_self_influence = not isinstance(
-            source, StoredRows
-        )  # for the rows of an index it takes longer than all else
+        # For the rows of an index it takes longer than all else.
+        self.has_self_influence = not isinstance(source, StoredRows)
         moment = source.moment(of)
         k, n = len(moment), source.finite
         mean = float(moment.diagonal().sum()) / (n * k)
         lam = Damping(damping, relative_damping).resolve(mean)
-        self.facts |= {"damping": lam, "mean_eigenvalue": mean}
+        self.lam, self.mean_eigenvalue = lam, mean
         self._root = factor_of(moment + torch.eye(k, dtype=torch.float64) * (lam * n), lam, mean, n)
+
+    @property
+    def facts(self) -> FitFacts:
+        return replace(super().facts, damping=self.lam, mean_eigenvalue=self.mean_eigenvalue)
 
     def prepared(self, queries: torch.Tensor) -> torch.Tensor:
         return torch.cholesky_solve(queries.t(), self._root).t()
@@ -189,19 +177,15 @@ def factor_of(matrix: torch.Tensor, damping: float, mean_eigenvalue: float, coun
 
 def require_parameters(flat: Flat, queries: Examples) -> None:
     """Raises InfluenceError unless the queries are of the parameters that the rows are of."""
-    if flat.shapes == queries.flat.shapes:
+    rows, asked = flat.shapes, queries.flat.shapes
+    first = next((name for name in {**rows, **asked} if rows.get(name) != asked.get(name)), None)
+    if first is None:
         return
-    names = [
-        name
-        for name in {**flat.shapes, **queries.flat.shapes}
-        if flat.shapes.get(name) != queries.flat.shapes.get(name)
-    ]
-    first = names[0] if names else next(iter(flat.shapes))
-    sizes = [
-        None if first not in shapes else list(shapes[first]) for shapes in (flat.shapes, queries.flat.shapes)
-    ]
+    arrived, expected = (
+        list(shapes[first]) if first in shapes else "not among them" for shapes in (asked, rows)
+    )
     raise InfluenceError(
-        f"the queries' gradients are of other parameters than the training examples': {first} is"
-        f" {sizes[1] or 'not among them'}; expected {first} {sizes[0] or 'not among them'}",
+        f"the queries' gradients are of other parameters than the training examples': {first} is {arrived};"
+        f" expected {first} {expected}",
         hint="choose the same model and parameters, or build the index again",
     )

@@ -18,6 +18,7 @@ from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerBlock, M
 from psgrad.engine.influence.curvature.kronecker_fitting import EXACT_BLOCK, fisher_rows, fit_blocks
 from psgrad.engine.influence.curvature.separable import Separable
 from psgrad.engine.influence.damping import Damping, default_damping
+from psgrad.engine.influence.fit_facts import FitFacts
 from psgrad.engine.influence.method import (
     RELATIVE,
     Checkpoint,
@@ -75,9 +76,7 @@ class EKFAC(Method):
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         blocks = fit_blocks(self._rows(training), len(training), self.exact_blocks)
-        fitted = KroneckerFactored(training, blocks, self.weight_decay, self._damping(training))
-        fitted.facts["fisher"] = self.fisher
-        return fitted
+        return KroneckerFactored(training, blocks, self.weight_decay, self._damping(training), self.fisher)
 
     def _damping(self, training: Examples) -> Damping:
         convex = self.weight_decay > 0 and is_affine(training)
@@ -158,23 +157,32 @@ class BlockProducts:
 class KroneckerFactored(Preconditioned):
     """Blocks with a damping.
 
-    facts: `damping` and `mean_eigenvalue` by block, `blocks`, which says what each one is.
-    Raises InfluenceError where a block has no inverse.
+    fisher: where the factors' gradients come from. Raises InfluenceError where a block has no inverse.
     """
 
     def __init__(
-        self, training: Examples, blocks: list[KroneckerBlock], weight_decay: float, damping: Damping
+        self,
+        training: Examples,
+        blocks: list[KroneckerBlock],
+        weight_decay: float,
+        damping: Damping,
+        fisher: str,
     ) -> None:
         super().__init__(training)
+        self.fisher = fisher
         self.blocks, self.weight_decay = blocks, weight_decay
         self.means = {block.label: float(block.values.mean()) for block in blocks}
         self.damping = {label: damping.resolve(mean) for label, mean in self.means.items()}
         self._inverses = [self._inverse(block) for block in blocks]
-        self.facts = {
-            "damping": self.damping,
-            "mean_eigenvalue": self.means,
-            "blocks": {block.label: block.basis.describe() for block in blocks},
-        }
+
+    @property
+    def facts(self) -> FitFacts:
+        return FitFacts(
+            damping=self.damping,
+            mean_eigenvalue=self.means,
+            blocks={block.label: block.basis.describe() for block in self.blocks},
+            fisher=self.fisher,
+        )
 
     def _inverse(self, block: KroneckerBlock) -> torch.Tensor:
         """[g, a, b]: the eigenvalues of the inverse of n (C + lam I)."""

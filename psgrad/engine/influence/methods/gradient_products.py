@@ -13,6 +13,7 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.gradients.queries import PerSampleGradients
+from psgrad.engine.influence.fit_facts import FitFacts
 from psgrad.engine.influence.method import (
     Checkpoint,
     Fitted,
@@ -45,7 +46,6 @@ class GradientProducts(Fitted):
 
     def __init__(self, training: Examples, factor: float = 1.0) -> None:
         self.training, self.factor = training, factor
-        self.facts = {}
 
     def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
         prepared = queries.stream.gradients(0, len(queries))
@@ -87,7 +87,6 @@ class GradientCosines(Fitted):
 
     def __init__(self, training: Examples) -> None:
         self.training = training
-        self.facts = {}
 
     def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
         prepared = queries.stream.gradients(0, len(queries))
@@ -165,8 +164,11 @@ class AdamProducts(Preconditioned):
 
     def __init__(self, training: Examples, scales: Vectors, source: str) -> None:
         super().__init__(training)
-        self.scales = scales
-        self.facts = {"second_moments": source}
+        self.scales, self.source = scales, source
+
+    @property
+    def facts(self) -> FitFacts:
+        return FitFacts(second_moments=self.source)
 
     @classmethod
     def fit(cls, training: Examples, checkpoint: Checkpoint, batch_size: int | None) -> AdamProducts:

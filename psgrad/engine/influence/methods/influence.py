@@ -5,7 +5,7 @@ query's loss.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from psgrad.engine.execution.examples import Examples
@@ -175,8 +175,9 @@ class Influence(Method):
             if isinstance(fitted, DenseSolve):
                 fitted = with_chosen_damping(fitted, DEFAULT)
             else:
-                fitted.facts["damping_because"] = f"the default, which solver: {solver} does not change"
-        fitted.facts |= {"solver": solver, "solver_because": why}
+                because = f"the default, which solver: {solver} does not change"
+                fitted.said = replace(fitted.said, damping_because=because)
+        fitted.said = replace(fitted.said, solver=solver, solver_because=why)
         return self._corrected(fitted, convex, why_not, checkpoint)
 
     def _corrected(self, fitted: Solve, convex: bool, why_not: str | None, checkpoint: Checkpoint) -> Fitted:
@@ -196,13 +197,17 @@ class Influence(Method):
         )
         leverage = by_default and fitted.has_leverage if self.leverage is None else self.leverage
         by_output = self.change == "output" or (self.change == "auto" and by_default)
-        fitted.facts |= {"leverage": leverage, "change": "output" if by_output else "gradient"}
         whole = Corrected(fitted, checkpoint.say) if leverage else fitted
-        result = (
+        whole.calibrated, because = (
             calibrated(whole, self.weight_decay, checkpoint.say) if undamped else (False, why_not or _DAMPED)
         )
-        whole.calibrated, whole.facts["calibrated_because"] = result
-        whole.facts["calibrated"] = whole.calibrated
+        fitted.said = replace(
+            fitted.said,
+            leverage=leverage,
+            change="output" if by_output else "gradient",
+            calibrated=whole.calibrated,
+            calibrated_because=because,
+        )
         return AtOutput(whole) if by_output else whole
 
     def _damping(self, convex: bool) -> Damping:

@@ -94,7 +94,9 @@ class Work:
 
     def solved_products(self) -> float:
         """How many products with one vector conjugate gradients take."""
-        return solved_products(self.queries) * max(min(self.ratio, 1.0), 1e-8) ** -_GROWTH
+        m = self.queries
+        products = max(_ITERATIONS * _MANY, _FEWEST * m) if m >= _MANY else m * _ITERATIONS + _PRECONDITIONER
+        return products * max(min(self.ratio, 1.0), 1e-8) ** -_GROWTH
 
     def least(self, correct: bool) -> tuple[str, str]:
         """The solver of the least work, and why. correct: whether scores are corrected for leverage: exact or
@@ -116,12 +118,3 @@ class Work:
         parameters.
         """
         return self.rows is not None and side <= LARGEST and _ALIVE * 8 * side * side <= _SHARE * self.memory
-
-
-def solved_products(queries: int) -> float:
-    """How many products with one vector conjugate gradients take for `queries` right-hand sides, with a
-    damping of one mean eigenvalue.
-    """
-    if queries >= _MANY:
-        return max(_ITERATIONS * _MANY, _FEWEST * queries)
-    return queries * _ITERATIONS + _PRECONDITIONER

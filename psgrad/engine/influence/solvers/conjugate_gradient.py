@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from psgrad.engine.free_memory import free_memory
+from psgrad.engine.influence.fit_facts import SolveFacts
 from psgrad.engine.influence.solvers.spectrum import (
     ROUNDING,
     Apply,
@@ -93,11 +93,10 @@ def conjugate_gradient(
     tolerance: float = 1e-6,
     iterations: int = 200,
     preconditioner: Nystroem | None = None,
-    block: int | None = None,
     room: Callable[[], int] | None = None,
     spectrum: bool = True,
     say: Callable[[str], None] = lambda _: None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
+) -> tuple[torch.Tensor, SolveFacts]:
     """Solve A x = b for each of k right-hand sides, A symmetric positive definite.
 
     Args:
@@ -106,15 +105,13 @@ def conjugate_gradient(
         tolerance: of |b - A x| / |b|, for every right-hand side, computed anew from x at the end.
         iterations: at most, for each block of right-hand sides.
         preconditioner: P, near A; None for none.
-        block: the number of right-hand sides at a time; None for as many as fit in memory. room: the bytes
-            that are free, the same on all processes that solve together; None for those of this one.
+        room: the bytes that are free, the same on all processes that solve together; None for those of this
+            one. As many right-hand sides as fit are solved at a time.
         spectrum: whether A's extreme eigenvalues are estimated first, for some tens of products with one
             vector.
         say: called with a message if the tolerance is not reached.
 
-    Returns x [k, p] float64 and facts: iterations, products (with one vector), relative_residual_max and
-    _median, converged, unconverged (how many right-hand sides), preconditioner, and with `spectrum` ritz_min
-    and ritz_max, A's extreme eigenvalues, about.
+    Returns x [k, p] float64, and how it went.
 
     Raises InfluenceError where A is found to be singular or indefinite, with the damping that would do, and
     where numbers are not finite. O'Leary, "The block conjugate gradient algorithm and related methods"
@@ -124,27 +121,27 @@ def conjugate_gradient(
     rhs = rhs.double()
     assert_finite(rhs)
     run = _BlockSolver(apply, tolerance, iterations, preconditioner)
-    ritz = extremes(apply, random_block(1, rhs.shape[1], seed=0, device=rhs.device)[0]) if spectrum else None
-    if ritz is not None and float(ritz.values[0]) < -ROUNDING * float(ritz.values[-1].abs()):
-        raise negative_curvature(ritz)
-    if ritz is not None:
-        assert_invertible(float(ritz.values[0]), float(ritz.values[-1]), rhs.shape[1])
-    free = 0 if block else room() if room is not None else free_memory(rhs.device)
-    size = block or max(1, min(len(rhs), free // (_SHARE * _ALIVE * 8 * rhs.shape[1])))
+    ends = extremes(apply, random_block(1, rhs.shape[1], seed=0, device=rhs.device)[0]) if spectrum else None
+    if ends is not None and ends.lowest < -ROUNDING * abs(ends.highest):
+        raise negative_curvature(ends)
+    if ends is not None:
+        assert_invertible(ends.lowest, ends.highest, rhs.shape[1])
+    free = room() if room is not None else free_memory(rhs.device)
+    size = max(1, min(len(rhs), free // (_SHARE * _ALIVE * 8 * rhs.shape[1])))
     x = torch.cat([run.solve(part) for part in rhs.split(size)]) if len(rhs) else rhs.clone()
     residuals = torch.cat(run.residuals) if run.residuals else rhs.new_zeros(1)
     unconverged = int((residuals > tolerance).sum())
-    facts = {
-        "iterations": run.iterations,
-        "products": run.products,
-        "relative_residual_max": float(residuals.max()),
-        "relative_residual_median": float(residuals.median()),
-        "converged": unconverged == 0,
-        "unconverged": unconverged,
-        "preconditioner": "nystroem" if preconditioner is not None else "none",
-    }
-    if ritz is not None:
-        facts |= {"ritz_min": float(ritz.values[0]), "ritz_max": float(ritz.values[-1])}
+    facts = SolveFacts(
+        iterations=run.iterations,
+        products=run.products,
+        relative_residual_max=float(residuals.max()),
+        relative_residual_median=float(residuals.median()),
+        converged=unconverged == 0,
+        unconverged=unconverged,
+        preconditioner="nystroem" if preconditioner is not None else "none",
+        ritz_min=None if ends is None else ends.lowest,
+        ritz_max=None if ends is None else ends.highest,
+    )
     if unconverged:
         say(
             f"conjugate gradients did not converge: after {run.iterations} iterations the relative residual"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,8 +22,7 @@ from psgrad.errors import InfluenceError
 class DenseSolve(Solve):
     """Scores through the Cholesky factor of the damped curvature [p, p].
 
-    facts: besides those of all solvers the ends of the mean curvature's own spectrum and the condition number
-    of what is inverted. Raises InfluenceError where that has no inverse.
+    Raises InfluenceError where that has no inverse.
 
     Args:
         matrix: n C [p, p] float64.
@@ -45,11 +44,12 @@ class DenseSolve(Solve):
         self.matrix = matrix
         self.inverse = Inverse.of(matrix, self.shift, curvature.title, count, ends)
         smallest, largest = self.inverse.smallest, self.inverse.largest
-        self.facts |= {
-            "smallest_eigenvalue": smallest / count,
-            "largest_eigenvalue": largest / count,
-            "condition": (largest + self.shift) / (smallest + self.shift),
-        }
+        self.said = replace(
+            self.said,
+            smallest_eigenvalue=smallest / count,
+            largest_eigenvalue=largest / count,
+            condition=(largest + self.shift) / (smallest + self.shift),
+        )
         if smallest < -1e-8 * largest:
             say(
                 f"the {curvature.title} is indefinite: its smallest eigenvalue is {smallest / count:.3g}, and"
@@ -167,14 +167,14 @@ def _ends(matrix: torch.Tensor, lower: torch.Tensor, shift: float) -> tuple[floa
         values = torch.linalg.eigvalsh(matrix)
         return float(values[0]), float(values[-1])
     start = random_block(1, len(matrix), seed=0, device=matrix.device)[0]
-    largest = float(extremes(lambda block: block @ matrix, start, close=_CLOSE).values[-1])
+    largest = extremes(lambda block: block @ matrix, start, close=_CLOSE).highest
 
     def apply(block: torch.Tensor) -> torch.Tensor:  # for one vector ten times as fast as cholesky_solve
         half = torch.linalg.solve_triangular(lower, block.t(), upper=False)
         return torch.linalg.solve_triangular(lower.t(), half, upper=True).t()
 
     with _one_thread():
-        smallest = 1 / float(extremes(apply, start, close=_NEAR).values[-1]) - shift
+        smallest = 1 / extremes(apply, start, close=_NEAR).highest - shift
     return smallest, largest
 
 

@@ -7,6 +7,7 @@ subtracted: v' (G'G + mu I)^-1 g = (G v)' (K + mu I)^-1 c.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -36,8 +37,7 @@ class GramSolve(Solve):
     the row itself, of Gauss-Newton where L_i has the loss's gradient in its span), scores are c_i' (K + mu
     I)^-1 G g_q, and nothing is subtracted, however small mu is.
 
-    facts: besides those of all solvers `rows`. Raises InfluenceError where damping and weight decay are too
-    small.
+    Raises InfluenceError where damping and weight decay are too small.
     """
 
     makes_passes = True
@@ -54,7 +54,7 @@ class GramSolve(Solve):
         super().__init__(curvature, weight_decay, damping, trace / (training.flat.size * len(training)))
         self.lower = factor_of_gram(self.matrix, self.shift, curvature.title, len(training))
         self.coefficients = _coefficients(self.rows)
-        self.facts["rows"] = len(self.rows)
+        self.said = replace(self.said, rows=len(self.rows))
 
     def precondition(self, vectors: Vectors) -> Vectors:
         flat, joined = self.training.flat, self.training.flat.join(vectors).double()

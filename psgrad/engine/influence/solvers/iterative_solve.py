@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,11 +31,8 @@ class Limits:
 
 
 class IterativeSolve(Solve):
-    """Scores through conjugate gradients. There is no leverage.
-
-    facts: besides those of all solvers the standard error of the mean eigenvalue, the source of products
-        (`products_by`), and conjugate gradients' own, once there are scores. Raises InfluenceError as these
-        do.
+    """Scores through conjugate gradients. There is no leverage, as it would take a solve for each output of
+    each example. Raises InfluenceError as conjugate gradients do.
     """
 
     has_self_influence, makes_passes = False, True
@@ -45,8 +41,7 @@ class IterativeSolve(Solve):
         self.products, self.limits = curvature.products(weight_decay), limits
         mean, error = self.products.mean_eigenvalue()
         super().__init__(curvature, weight_decay, damping, mean)
-        self.facts |= {"mean_eigenvalue_error": error, "products_by": self.products.how}
-        self._solved: dict[str, Any] = {}
+        self.said = replace(self.said, mean_eigenvalue_error=error, products_by=self.products.how)
 
     def precondition(self, vectors: Vectors) -> Vectors:
         flat, limits = self.training.flat, self.limits
@@ -56,6 +51,7 @@ class IterativeSolve(Solve):
         if len(rhs) < _MANY_QUERIES and self.curvature.kind != "hessian":
             rank = min(_RANK, rhs.shape[1])
             near = nystroem(self.products.apply, rhs.shape[1], self.damping, rank=rank, device=rhs.device)
+        before = self.said.solved
         solved, facts = conjugate_gradient(
             self.products.damped(self.damping),
             rhs,
@@ -63,11 +59,10 @@ class IterativeSolve(Solve):
             iterations=limits.iterations,
             preconditioner=near,
             room=self.training.free_bytes,
-            spectrum=not self._solved,
+            spectrum=before is None,
             say=limits.say,
         )
-        self._solved = _worst(self._solved, facts)
-        self.facts.update(self._solved)
+        self.said = replace(self.said, solved=facts if before is None else facts.behind(before))
         return flat.split(solved / len(self.training))
 
     @property
@@ -76,9 +71,3 @@ class IterativeSolve(Solve):
 
     def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise InfluenceError("conjugate_gradient has no leverage", hint="set solver: exact or dual")
-
-
-def _worst(before: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """A solver's facts, with the worst of all calls so far where a fact has a worst value."""
-    worst = {name: max(before.get(name, 0), facts[name]) for name in ("iterations", "relative_residual_max")}
-    return {**before, **facts, **worst, "converged": before.get("converged", True) and facts["converged"]}

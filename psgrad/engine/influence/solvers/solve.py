@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.curvature.operator import Curvature
 from psgrad.engine.influence.damping import Damping
+from psgrad.engine.influence.fit_facts import FitFacts
 from psgrad.engine.influence.method import Preconditioned
 
 
 class Solve(Preconditioned):
     """Products with (n (C + (weight_decay + damping) I))^-1, C the mean curvature.
 
-    damping: resolved, in units of C. mean_eigenvalue: of C. facts: both of them, and the solver's own.
+    damping: resolved, in units of C. mean_eigenvalue: of C. said: the facts about the fit.
     """
 
     def __init__(
@@ -26,12 +27,16 @@ class Solve(Preconditioned):
         super().__init__(curvature.training)
         self.curvature, self.weight_decay, self.mean_eigenvalue = curvature, weight_decay, mean_eigenvalue
         self.damping = damping.resolve(mean_eigenvalue)
-        self.facts: dict[str, Any] = {
-            "curvature": curvature.kind,
-            "damping": self.damping,
-            "mean_eigenvalue": mean_eigenvalue,
-            "weight_decay": weight_decay,
-        }
+        self.said = FitFacts(
+            curvature=curvature.kind,
+            damping=self.damping,
+            mean_eigenvalue=mean_eigenvalue,
+            weight_decay=weight_decay,
+        )
+
+    @property
+    def facts(self) -> FitFacts:
+        return self.said
 
     @property
     def shift(self) -> float:

@@ -51,13 +51,13 @@ def assert_invertible(smallest: float, largest: float, size: int) -> None:
     )
 
 
-def negative_curvature(ritz: Ritz) -> InfluenceError:
-    """ritz: of the damped matrix, its extremes."""
-    lowest, bound = float(ritz.values[0]), float(ritz.bounds[0])
+def negative_curvature(ends: Extremes) -> InfluenceError:
+    """ends: of the damped matrix."""
+    more = 1.1 * (ends.bound - ends.lowest)
     return InfluenceError(
-        f"the damped curvature is not positive definite: its lowest eigenvalue is {lowest:.3g}, to within"
-        f" {bound:.1g}",
-        hint=f"raise the damping by {1.1 * (bound - lowest):.3g} or more, or set curvature: gauss_newton",
+        f"the damped curvature is not positive definite: its lowest eigenvalue is {ends.lowest:.3g}, to"
+        f" within {ends.bound:.1g}",
+        hint=f"raise the damping by {more:.3g} or more, or set curvature: gauss_newton",
     )
 
 
@@ -85,21 +85,16 @@ def hutchinson_trace(
 
 
 @dataclass(frozen=True)
-class Ritz:
-    """The Ritz values and vectors of a symmetric matrix in a Krylov space.
+class Extremes:
+    """The extreme eigenvalues of a symmetric matrix, about; there is one within `bound` of `lowest`."""
 
-    values: [k] ascending, approximate eigenvalues. vectors: [k, p], their vectors. bounds: [k]: each value
-        has an eigenvalue within this distance. iterations: products with one vector.
-    """
-
-    values: torch.Tensor
-    vectors: torch.Tensor
-    bounds: torch.Tensor
-    iterations: int
+    lowest: float
+    highest: float
+    bound: float
 
 
-def lanczos(apply: Apply, start: torch.Tensor, iterations: int, close: float = 0.0) -> Ritz:
-    """Ritz values of a symmetric matrix by Lanczos, every vector orthogonalised against all before it, twice.
+def extremes(apply: Apply, start: torch.Tensor, iterations: int = 40, close: float = 0.0) -> Extremes:
+    """The ends of a symmetric matrix by Lanczos, every vector orthogonalised against all before it, twice.
 
     Args:
         apply: [1, p] to [1, p].
@@ -135,12 +130,10 @@ def lanczos(apply: Apply, start: torch.Tensor, iterations: int, close: float = 0
             if betas[-1] * within[-1, -1].abs() <= close * values[-1].abs():
                 break
     values, within = _eigenpairs(alphas, betas)
-    within = within.to(basis.device)
-    bounds = betas[-1] * within[-1].abs()
-    return Ritz(values.to(basis.device), within.t() @ basis[: len(alphas)], bounds, len(alphas))
+    return Extremes(float(values[0]), float(values[-1]), float(betas[-1] * within[-1, 0].abs()))
 
 
-# Products after which `lanczos` checks whether its highest value is close.
+# Products after which it is checked whether the highest value is close.
 _STEPS = 4
 
 
@@ -150,12 +143,3 @@ def _eigenpairs(alphas: list[float], betas: list[float]) -> tuple[torch.Tensor, 
     diagonal = torch.diag(torch.tensor(alphas, dtype=torch.float64))
     values, vectors = torch.linalg.eigh(diagonal + torch.diag(beside, 1) + torch.diag(beside, -1))
     return values, vectors
-
-
-def extremes(apply: Apply, start: torch.Tensor, iterations: int = 40, close: float = 0.0) -> Ritz:
-    """The lowest and the highest Ritz value of `lanczos`, with their bounds: `values`, `vectors` and `bounds`
-    hold two each.
-    """
-    spectrum = lanczos(apply, start, iterations, close)
-    ends = torch.tensor([0, -1], device=spectrum.values.device)
-    return Ritz(spectrum.values[ends], spectrum.vectors[ends], spectrum.bounds[ends], spectrum.iterations)

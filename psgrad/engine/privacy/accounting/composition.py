@@ -54,8 +54,8 @@ def epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilo
     """Epsilon of steps by privacy loss distributions: within 0.2 percent of the truth in most runs, and never
     below. Half a second for equal steps, some seconds for 40 unlike ones, which are the most.
 
-    Raises ConfigError for a delta that is not between 0 and 1, for steps that don't compose (see `merged`),
-    and where dp-accounting is not installed.
+    Raises ConfigError for a delta that is not between 0 and 1, and for steps that don't compose (see
+    `merged`); PsgradError where dp-accounting is not installed.
     """
     assert_delta(delta)
     counts = merged(events)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from psgrad.engine.privacy.accounting.events import StepEvent, merged
-from psgrad.errors import ConfigError
+from psgrad.errors import ConfigError, PsgradError
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ def assert_delta(delta: float) -> None:
 
 
 def dp_accounting() -> Any:
-    """The module. Raises ConfigError where it is not installed."""
+    """The module. Raises PsgradError where it is not installed."""
     try:
         import dp_accounting
     except ImportError as error:
-        raise ConfigError(
-            f"epsilon was asked for, and dp-accounting can't be imported: {error}",
-            hint="pip install 'dp-accounting>=0.6'",
+        raise PsgradError(
+            f"epsilon needs dp-accounting, which can't be imported: {error}",
+            hint="install it with psgrad: pip install 'psgrad[dp]'",
         ) from error
     return dp_accounting
 

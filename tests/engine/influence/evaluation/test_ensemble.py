@@ -167,7 +167,8 @@ def test_trainer_measurements_of_members() -> None:
     assert measured.dtype == np.float64
     for number in range(3):
         with torch.no_grad():
-            said = result.member(number)(INPUTS)
+            state = {name: value[number] for name, value in result.state.items()}
+            said = torch.func.functional_call(result.model, state, (INPUTS,))
         np.testing.assert_allclose(
             measured[number], F.cross_entropy(said, LABELS, reduction="none").numpy(), rtol=1e-12
         )
