@@ -43,7 +43,8 @@ class EvaluationWorkplace(InfluenceWorkplace):
             torch.tensor(self.arrays["x"]).double(), torch.tensor(self.arrays["y"]), DECAY
         )
         self.minimum = self.problem.solve()
-        save_file(linear(self.minimum).state_dict(), self.folder / "minimum.safetensors")
+        self.model = linear(self.minimum)
+        save_file(self.model.state_dict(), self.folder / "minimum.safetensors")
         self.config["model"]["checkpoint"] = "minimum.safetensors"
         self.config["engine"] = {"dtype": "float64", "verify": 0}
         self.evaluate = {
@@ -94,7 +95,7 @@ def subsets_of(place: EvaluationWorkplace, count: int) -> np.ndarray:
 @pytest.mark.long
 def test_lds_is_the_rank_correlation_with_subsets_that_numpy_retrains(place: EvaluationWorkplace) -> None:
     found = place.evaluated("lds")["lds"]
-    drawn, products = subsets_of(place, 12), place.products(linear(place.minimum))
+    drawn, products = subsets_of(place, 12), place.products()
     outcomes = np.stack([place.retrained(np.flatnonzero(subset)) for subset in drawn])
     each = [stats.spearmanr(drawn @ products[:, q], -outcomes[:, q]).statistic for q in range(QUERIES)]
     assert found["mean"] == pytest.approx(np.mean(each), abs=1e-9)
@@ -164,7 +165,7 @@ def test_removal_curves_are_what_numpy_retrains(place: EvaluationWorkplace) -> N
     place.evaluate |= {"ks": [2, 5], "queries": 3, "methods": ["gradient_cosine"]}
     found = place.evaluated("removal")["removal"]
     asked = np.sort(np.random.default_rng([0, 2]).choice(np.arange(QUERIES), 3, replace=False))
-    products, whole = place.products(linear(place.minimum)), place.losses(place.minimum)
+    products, whole = place.products(), place.losses(place.minimum)
     for entry in found["curve"] if "curve" in found else found["methods"]["gradient_dot"]["curve"]:
         rises = []
         for query in asked:

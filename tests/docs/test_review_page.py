@@ -41,5 +41,9 @@ def test_the_numbers_of_the_page_are_the_stored_ones() -> None:
     assert (
         f"rank correlation with the real margin {network['rank_correlation']:.2f}".replace("0.", ".") in PAGE
     )
+    index, cost = network["index"], STORED["cost"]["predict_seconds"]
+    shown = f"AUC {index['auc']:.2f}; rank correlation {index['rank_correlation']:.2f}".replace(" 0.", " .")
+    assert shown in PAGE
+    assert f"takes {cost['computed']:.0f} s, and {cost['by_index']:.0f} s by an index" in PAGE
     words = f"{language['among_first']} of the {language['false']} among the worst {language['first']} rows"
     assert words in PAGE
