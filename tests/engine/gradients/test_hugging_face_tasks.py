@@ -135,7 +135,7 @@ def per_sample_kinds(gradients: PerSampleGradients) -> dict[str, set[str]]:
         name: {
             type(placed.term).__name__ for part in gradients.parts for placed in part.gradients[name].terms
         }
-        for name in gradients.gradients
+        for name in gradients.shapes
     }
 
 

@@ -235,7 +235,7 @@ def test_weighted_sum_materialises_gradients_smaller_than_factors() -> None:
     grads = per_sample_gradients(loss, params, *(value.double() for value in batch))
     kinds = {
         name: [type(placed.term).__name__ for placed in gradient.terms]
-        for name, gradient in grads.gradients.items()
+        for name, gradient in grads.parts[0].gradients.items()
     }
     assert kinds == {"conv": ["Dense"], "narrow": ["Dense"], "wide": ["Product"], "masked": ["Image"]}
     assert grads.describe()["conv"] == grads.describe()["narrow"] == "materialise"
