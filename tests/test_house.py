@@ -66,7 +66,7 @@ RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functor
 # changed_rows.py, data_change.py, continued_training.py) raised seven goals by its lines, 1,754 in all.
 LINES = {
     "cli": (2_156, 1_760),
-    "commands": (9_373, 5_901),
+    "commands": (9_374, 5_901),
     "run": (4_643, 4_100),
     "data": (4_992, 5_000),
     "models": (2_279, 2_000),
@@ -74,11 +74,11 @@ LINES = {
     "quality": (2_240, 1_954),
     "reports": (4_755, 4_221),
     "engine/transforms": (16_135, 14_000),
-    "engine/gradients": (6_369, 5_500),
-    "engine/execution": (4_561, 4_300),
-    "engine/measures": (3_894, 3_900),
-    "engine/influence": (7_600, 7_791),
-    "engine/privacy": (6_302, 5_500),
+    "engine/gradients": (6_376, 5_500),
+    "engine/execution": (4_562, 4_300),
+    "engine/measures": (3_889, 3_900),
+    "engine/influence": (7_604, 7_791),
+    "engine/privacy": (6_303, 5_500),
     "monitoring": (1_111, 1_150),
     "the rest": (1_655, 900),
 }
