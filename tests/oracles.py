@@ -37,16 +37,3 @@ def one_sample_gradients(
     return {
         name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)
     }
-
-
-def torch_func_gradients(
-    model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...], target: Tensor
-) -> Gradients:
-    """Parameter name to the gradient of each sample's loss [n, *shape], by torch.func's vmap(grad)."""
-
-    def loss_of_one(parameters: Gradients, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
-        output = torch.func.functional_call(model, parameters, tuple(value[None] for value in inputs))
-        return loss(output[0], target)
-
-    parameters = {name: parameter.detach() for name, parameter in trainable(model).items()}
-    return torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0, 0))(parameters, inputs, target)

@@ -54,22 +54,6 @@ def test_long_parameter_names_lose_their_common_beginning() -> None:
     assert "…" in narrow[0]
 
 
-def test_long_names_are_cut_where_the_number_of_their_layer_stays() -> None:
-    parts = (
-        "attention.self.value.weight",
-        "attention.output.dense.weight",
-        "attention.output.LayerNorm.weight",
-        "output.dense.weight",
-    )
-    names = [f"bert.encoder.layer.{layer}.{part}" for layer in range(3) for part in parts]
-    found = parameter_names(names, 36, "")
-    assert all(len(each) <= 36 for each in found)
-    assert [each.startswith(f"bert.encoder.layer.{place // 4}") for place, each in enumerate(found)] == [
-        True
-    ] * 12
-    assert not any("#" in each for each in found)
-
-
 def test_a_list_of_parameters_names_the_first_and_what_all_begin_with() -> None:
     words = listed_names(LORA)
     assert words.startswith("0.self_attn.q_proj.lora_A.default.weight, 0.self_attn.k_proj")
