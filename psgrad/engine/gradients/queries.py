@@ -75,7 +75,7 @@ class PerSampleGradients:
 
     def at(self, samples: slice | torch.Tensor) -> PerSampleGradients:
         """Of some of the samples: a slice of n, or their indices [k]."""
-        losses, aux = tree_map(lambda x: x[samples], (self.losses, self.aux))
+        losses, aux = tree_map(lambda x: None if x is None else x[samples], (self.losses, self.aux))
         if len(self.parts) == 1:
             gradients = self.parts[0].gradients.items()
             return PerSampleGradients.of({name: each.at(samples) for name, each in gradients}, losses, aux)
