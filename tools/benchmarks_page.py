@@ -191,7 +191,8 @@ def private() -> str:
         "`psgrad dp-step`",
         "One private step: sampling, clipped sum, noise, update. psgrad adds in float64 and draws noise on a"
         " grid from a secret stream, which [the guarantee](explanation/dp.md) needs; Opacus adds in float32."
-        " Memory: the peak, times that of a plain step.",
+        " Memory: the peak, times that of a plain step. The stored run is older than the float64 sums, which"
+        " made the MLP's step slower than that of Opacus ghost.",
         "dp-step-cpu",
         "python benchmarks/dp_step.py",
         table(head, rows),
