@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from psgrad.engine.gradients.parts import in_order, in_short
-from psgrad.engine.transforms.private_torch import tree_map
+from psgrad.engine.gradients.parts import in_order, in_short, of_samples
 
 Per = Literal["total", "parameter", "module"]
 
@@ -48,9 +47,8 @@ class SquareNorms:
         """Of the first samples alone."""
         if count == len(self):
             return self
-        norms, losses, aux, absolute = tree_map(
-            lambda x: x[:count], (self.by_parameter, self.losses, self.aux, self.absolute)
-        )
+        found = self.by_parameter, self.losses, self.aux, self.absolute
+        norms, losses, aux, absolute = of_samples(found, slice(0, count))
         return SquareNorms(norms, losses, aux, self.computed_as, absolute)
 
     def __len__(self) -> int:

@@ -45,6 +45,13 @@ def in_short(words: Iterable[str]) -> str:
     return " | ".join(dict.fromkeys(words))
 
 
+def of_samples(found: Any, samples: slice | torch.Tensor) -> Any:
+    """Results (a pytree of tensors, sample axis in front) of some of the samples: a slice of n, or their
+    indices [k].
+    """
+    return tree_map(lambda x: x[samples] if isinstance(x, torch.Tensor) else x, found)
+
+
 def in_order(found: Sequence[Any], places: Sequence[torch.Tensor]) -> Any:
     """The results of all parts (pytrees of tensors, sample axis in front), joined in the samples' order.
     places: [k] of each part. Tensors whose other axes differ in length are padded: floating-point ones with

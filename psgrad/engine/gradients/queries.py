@@ -17,7 +17,7 @@ from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.inner.inner_products import inner_products
 from psgrad.engine.gradients.norm_results import Per, by_label, labelled
 from psgrad.engine.gradients.norm_results import SquareNorms as SquareNorms
-from psgrad.engine.gradients.parts import Part, in_order, in_short
+from psgrad.engine.gradients.parts import Part, in_order, in_short, of_samples
 from psgrad.engine.gradients.projections import Projection
 from psgrad.engine.gradients.square_norms import square_norms, sum_of_squares
 from psgrad.engine.gradients.terms import accumulating_dtype, blocks
@@ -75,7 +75,7 @@ class PerSampleGradients:
 
     def at(self, samples: slice | torch.Tensor) -> PerSampleGradients:
         """Of some of the samples: a slice of n, or their indices [k]."""
-        losses, aux = tree_map(lambda x: None if x is None else x[samples], (self.losses, self.aux))
+        losses, aux = of_samples((self.losses, self.aux), samples)
         if len(self.parts) == 1:
             gradients = self.parts[0].gradients.items()
             return PerSampleGradients.of({name: each.at(samples) for name, each in gradients}, losses, aux)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, per_sample_square_norms
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.errors import TransformError
 from tests.engine.gradients.agreement import (
@@ -393,6 +393,21 @@ def test_select_by_pattern() -> None:
     assert list(grads.select("*.weight").shapes) == ["0.weight", "2.weight"]
     assert list(grads.select(["*", "0.bias"]).shapes) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert grads.select("2.*").square_norms().shape == (3,)
+
+
+def test_some_samples_without_aux() -> None:
+    def loss(params: Gradients, x: Tensor) -> Tensor:
+        return (params["w"] * x).sum().square()
+
+    params, x = {"w": randn(3)}, randn(5, 3)
+    grads = per_sample_gradients(loss, params, x)
+    exact = 2 * (x @ params["w"])[:, None] * x
+    torch.testing.assert_close(grads.first(2).materialise()["w"], exact[:2])
+    torch.testing.assert_close(grads.at(torch.tensor([4, 0])).materialise()["w"], exact[[4, 0]])
+    total = grads.reduce(lambda state, name, samples, block: state + block.sum(0), torch.zeros_like(x[0]))
+    torch.testing.assert_close(total, exact.sum(0))
+    norms = per_sample_square_norms(loss, params, x).first(2)
+    torch.testing.assert_close(norms.square_norms(), exact[:2].square().sum(1))
 
 
 @pytest.mark.parametrize("name", ["0.weigth", "1.*"])
