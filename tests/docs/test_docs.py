@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import config_page, influence_page, layers, pictures
+from tools import benchmarks_page, config_page, influence_page, layers, pictures
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -147,7 +147,7 @@ def test_an_avoided_phrase_is_found() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "generator",
-    [config_page, influence_page, layers],
+    [benchmarks_page, config_page, influence_page, layers],
     ids=lambda generator: generator.__name__,
 )
 def test_a_generated_page_is_up_to_date(generator: object) -> None:
