@@ -134,6 +134,5 @@ def test_the_commands_run_in_an_empty_folder(workplace: Workplace, monkeypatch: 
         *job["artifacts"]["reports"].values(),
         *job["artifacts"]["paths"],
         "psgrad-baseline.json",
-        "diff.md",
     ]
     assert [name for name in wanted if not (work / name).is_file()] == []
