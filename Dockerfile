@@ -1,6 +1,6 @@
 # psgrad as a user without rights, which needs no network:
 #
-#   docker build -t psgrad .
+#   docker build -t psgrad --build-arg VERSION=1.2.0 .
 #   docker run --rm --network none --user "$(id -u):$(id -g)" -v "$PWD:/work" psgrad analyze psgrad.yaml
 #
 # For a GPU name an image with CUDA, Python and PyTorch, and run with --gpus all:
@@ -13,6 +13,10 @@ FROM ${BASE}
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # The Python of such an image is the system's, and nothing else uses it.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1
+
+# The version that psgrad will say it has: no tag is copied.
+ARG VERSION=0.0
+ENV SETUPTOOLS_SCM_PRETEND_VERSION_FOR_PSGRAD=${VERSION}
 
 WORKDIR /opt/psgrad
 COPY . .

@@ -7,13 +7,17 @@ asked for.
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from psgrad.api import *  # noqa: F403
 
-__version__ = "0.2.0.dev0"
+try:
+    __version__ = version("psgrad")  # of the last tag, when it was installed
+except PackageNotFoundError:  # files that are not installed, such as a copied engine
+    __version__ = "0.0"
 
 
 def __getattr__(name: str) -> Any:

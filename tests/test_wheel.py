@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+VERSION = "1.2.3"  # of the tag
 LEFT_OUT = (".git", "build", "dist", "__pycache__", "*.egg-info", "*_cache", ".venv*", "runs", "node_modules")
 BUILD = "import setuptools.build_meta as backend; print(backend.build_{}('..'))"
 
@@ -45,14 +46,17 @@ def run(*command: str | Path, cwd: Path, path: str = "") -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    """The sdist of a copy of the checkout, and the wheel that is built from that sdist, as `python -m build`
-    makes them.
+    """The sdist of a copy of the checkout with a tag, and the wheel that is built from that sdist, as
+    `python -m build` makes them.
     """
     # A new environment of Python 3.11 has an old setuptools, and another may be behind it on the path.
     newest = max(distributions(name="setuptools"), key=lambda each: int(each.version.split(".")[0]))
-    path = str(newest.locate_file(""))
+    path = str(newest.locate_file(""))  # where setuptools-scm is, too
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(ROOT, folder / "copy", ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
+    commit = "-c user.name=a -c user.email=a@localhost commit --quiet --message all".split()
+    for git in (["init", "--quiet"], ["add", "--all"], commit, ["tag", f"v{VERSION}"]):
+        run("git", *git, cwd=folder / "copy")
     printed = run(sys.executable, "-c", BUILD.format("sdist"), cwd=folder / "copy", path=path)
     sdist = folder / printed.splitlines()[-1]
     with tarfile.open(sdist) as archive:
@@ -61,6 +65,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     printed = run(sys.executable, "-c", BUILD.format("wheel"), cwd=source, path=path)
     yield Built(sdist, source.parent / printed.splitlines()[-1])
     shutil.rmtree(folder)
+
+
+def test_the_version_is_that_of_the_tag(built: Built) -> None:
+    assert (built.sdist.name, built.wheel.name.split("-")[1]) == (f"psgrad-{VERSION}.tar.gz", VERSION)
 
 
 def package_files() -> set[str]:
@@ -95,6 +103,7 @@ def test_the_wheel_alone_runs_the_first_commands(built: Built, tmp_path: Path) -
     path = str(target)
     shown = run(sys.executable, "-c", "import psgrad; print(psgrad.__file__)", cwd=work, path=path)
     assert Path(shown.strip()) == target / "psgrad" / "__init__.py"
+    assert run(target / "bin" / "psgrad", "--version", cwd=work, path=path).startswith(f"psgrad {VERSION}\n")
     run(target / "bin" / "psgrad", "init", cwd=work, path=path)
     folder = run(target / "bin" / "psgrad", "analyze", "psgrad.yaml", cwd=work, path=path).splitlines()[-1]
     assert (work / folder / "report.html").stat().st_size > 10_000

@@ -1,5 +1,6 @@
-"""What a release needs: `python -m tools.release` prints a line for each point, and ends with 1 where one is
-open. With all of them done, tag the commit `v` and the version, and upload what `python -m build` makes.
+"""What a release needs: `python -m tools.release 1.2.0` prints a line for each point, and ends with 1 where one
+is open. With all of them done, tag the commit `v1.2.0`, which is what gives the package its version, and upload
+what `python -m build` makes.
 """
 
 from __future__ import annotations
@@ -20,15 +21,10 @@ def output(root: Path, *command: str) -> tuple[int, str]:
     return done.returncode, (done.stdout + done.stderr).strip()
 
 
-def version_of(root: Path) -> str:
-    """The version that the package says it has."""
-    found = re.search(r'^__version__ = "(.*)"', (root / "psgrad" / "__init__.py").read_text(), re.MULTILINE)
-    return found[1] if found else ""
-
-
-def open_points(root: Path, tests: Sequence[str] = TESTS_OF_THE_WHEEL) -> dict[str, str | None]:
+def open_points(
+    root: Path, version: str, tests: Sequence[str] = TESTS_OF_THE_WHEEL
+) -> dict[str, str | None]:
     """point -> what is missing; None where it is done."""
-    version = version_of(root)
     changes = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     dated = re.search(rf"^## {re.escape(version)}, \d{{4}}-\d{{2}}-\d{{2}}$", changes, re.MULTILINE)
     _, changed = output(root, "git", "status", "--porcelain")
@@ -39,7 +35,7 @@ def open_points(root: Path, tests: Sequence[str] = TESTS_OF_THE_WHEEL) -> dict[s
     return {
         "version": None
         if re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", version)
-        else f"{version!r} in psgrad/__init__.py is no version of a release, such as 1.2.0 or 1.2.0rc1",
+        else f"{version!r} is no version of a release, such as 1.2.0 or 1.2.0rc1",
         "changelog": None if dated else f"CHANGELOG.md has no heading '## {version}, YEAR-MONTH-DAY'",
         "clean tree": None if not changed else f"there are changes that are not committed: {changed}",
         "tag": f"v{version} exists, of another commit: raise the version"
@@ -51,13 +47,16 @@ def open_points(root: Path, tests: Sequence[str] = TESTS_OF_THE_WHEEL) -> dict[s
     }
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the points, and return how the process ends."""
-    points = open_points(ROOT)
+    if len(arguments) != 1:
+        print("usage: python -m tools.release VERSION")
+        return 2
+    points = open_points(ROOT, arguments[0])
     for point, missing in points.items():
         print(f"{'done' if missing is None else 'OPEN'}  {point}{f': {missing}' if missing else ''}")
     return int(any(points.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

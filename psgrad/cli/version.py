@@ -18,7 +18,8 @@ def version_lines() -> list[str]:
     except PackageNotFoundError:
         torch = "not installed"
     return [
-        f"psgrad {__version__}" + (f" (commit {commit})" if commit else ""),
+        # The version of a checkout names the commit that was installed, which others may have followed.
+        f"psgrad {__version__.partition('+')[0]} (commit {commit})" if commit else f"psgrad {__version__}",
         f"torch {torch}",
         f"Python {platform.python_version()}",
     ]

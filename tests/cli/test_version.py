@@ -17,7 +17,7 @@ from psgrad.cli.version import commit_of
 def test_the_versions_are_those_that_run() -> None:
     command = [sys.executable, "-m", "psgrad", "--version"]
     first, *others = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert first.startswith(f"psgrad {__version__}")
+    assert first.startswith(f"psgrad {__version__.partition('+')[0]}")
     assert others == [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
 
 
