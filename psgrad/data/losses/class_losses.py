@@ -41,7 +41,9 @@ class _OfClasses(Loss):
 
     def _weights_for(self, output: Tensor) -> Tensor | None:
         """[c] on the device and in the type of the output."""
-        return None if self.weight is None else torch.tensor(self.weight).to(output.device, output.dtype)
+        if self.weight is None:
+            return None
+        return torch.tensor(self.weight, dtype=output.dtype, device=output.device)
 
     @property
     def _ignored(self) -> int:
