@@ -17,7 +17,7 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.influence.method import Preconditioned
-from psgrad.engine.transforms import jvp, vjp, vmap
+from psgrad.engine.transforms import vjp, vmap
 from psgrad.errors import InfluenceError
 
 # The gradients of query tokens that are held at once may take this share of the free memory.
@@ -103,7 +103,9 @@ class TokenTerms:
         """
         params = self.examples.params
         own = {name: value.to(params[name].dtype) for name, value in vectors.items()}
-        found: torch.Tensor = vmap(lambda vector: jvp(self.terms, (params,), (vector,))[1])(own)
+        terms, back = vjp(self.terms, params)
+        _, along = vjp(lambda cotangent: back(cotangent)[0], terms)  # as in PassProducts: no tangents
+        found: torch.Tensor = vmap(lambda vector: along(vector)[0])(own)
         return found.double()
 
 

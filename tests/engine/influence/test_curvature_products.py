@@ -20,6 +20,7 @@ from psgrad.engine.influence.curvature.curvature_products import (
     RowProducts,
     curvature_products,
 )
+from psgrad.engine.influence.curvature.matrices import loss_hessian
 from tests.engine.influence.problems import cross_entropy, examples, squared_error
 
 N, CLASSES, DECAY = 19, 4, 0.3
@@ -60,7 +61,7 @@ class Sequences(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(7, 3)
+        self.embedding = nn.Embedding(7, 3, padding_idx=2)  # which has a tangent, and no gradient
         self.mix = nn.Parameter(torch.randn(3, 3) / 2)
         self.out = nn.Linear(3, CLASSES)
 
@@ -146,6 +147,8 @@ def test_curvature_products_equal_dense_matrix(
     if curvature == "hessian":
         assert error > 0
         assert abs(mean - exact) < 4 * error
+        own = loss_hessian(training) / N + DECAY * torch.eye(training.flat.size).double()
+        torch.testing.assert_close(own, matrix, rtol=1e-10, atol=1e-10)
     else:
         assert error == 0
         assert mean == pytest.approx(exact, rel=1e-10)

@@ -24,7 +24,7 @@ class Decoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, 6)
+        self.words = nn.Embedding(WORDS, 6, padding_idx=1)
         self.block = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

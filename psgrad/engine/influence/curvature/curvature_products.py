@@ -281,15 +281,17 @@ class PassProducts(CurvatureProducts):
                 return slopes
             return tree_map(lambda x: x * weights.reshape(-1, *[1] * (x.dim() - 1)).to(x.dtype), slopes)
 
+        # Derivatives along a vector are transposed gradients. A tangent would say something else of the padding
+        # row of an embedding, which PyTorch gives no gradient: training never moves it.
         if self.curvature == "hessian":
-            total = grad(lambda params: losses(params).sum())
-            return SumOverSamples(vmap(lambda vector: jvp(total, (params,), (vector,))[1])(vectors))
+            _, along_gradient = vjp(grad(lambda params: losses(params).sum()), params)
+            return SumOverSamples(vmap(lambda vector: along_gradient(vector)[0])(vectors))
         gauss_newton = self.curvature == "gauss_newton"
-        function = outputs if gauss_newton else losses
-        value, pull = vjp(function, params)
+        value, pull = vjp(outputs if gauss_newton else losses, params)
+        _, push = vjp(lambda cotangent: pull(cotangent)[0], value)
 
         def product(vector: Vectors) -> Vectors:
-            along = jvp(function, (params,), (vector,))[1]
+            along = push(vector)[0]
             curved = weighted(jvp(slopes, (value,), (along,))[1]) if gauss_newton else along
             return pull(curved)[0]  # type: ignore[no-any-return]
 

@@ -21,7 +21,7 @@ from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Flat, Vectors
 from psgrad.engine.gradients.parts import Part
 from psgrad.engine.influence.curvature.row_blocks import SharedFactorRows, part_of
-from psgrad.engine.transforms import grad, linearize, vmap
+from psgrad.engine.transforms import grad, vjp, vmap
 
 # Columns of a product of a matrix with itself that are computed at once: only what lies on or below the
 # diagonal is.
@@ -218,7 +218,7 @@ def sum_of_outer_products(rows: Examples) -> torch.Tensor:
 def loss_hessian(training: Examples) -> torch.Tensor:
     """[p, p], on the rows' device: the second derivatives of the sum of the losses.
 
-    One pass over the rows; of each chunk the gradient is linearised, and the columns come in blocks.
+    One pass over the rows; of each chunk the gradient is differentiated, and the columns come in blocks.
     """
     total: torch.Tensor = training.fold(lambda found: found.value, _of_chunk)
     return 0.5 * (total + total.t())
@@ -234,7 +234,8 @@ def _of_chunk(
 ) -> SumOverSamples:
     flat, dims = Flat(params), (None, 0, None if target is None else 0)
     each = vmap(lambda *arguments: loss(*arguments)[0], in_dims=dims, randomness=options["randomness"])
-    _, along = linearize(grad(lambda params: each(params, inputs, target).sum()), params)
+    # As in PassProducts: not by tangents, which an embedding's padding row has.
+    _, along = vjp(grad(lambda params: each(params, inputs, target).sum()), params)
     reference = next(iter(params.values()))
     columns = []
     step = max(1, _BLOCK // max(1, flat.size * len(inputs[0])))
@@ -242,5 +243,5 @@ def _of_chunk(
         stop = min(start + step, flat.size)
         basis = torch.zeros(stop - start, flat.size, dtype=reference.dtype, device=reference.device)
         basis[:, start:stop] = torch.eye(stop - start, dtype=reference.dtype, device=reference.device)
-        columns.append(flat.join(vmap(along)(flat.split(basis))).double())
+        columns.append(flat.join(vmap(along)(flat.split(basis))[0]).double())
     return SumOverSamples(torch.cat(columns))

@@ -23,7 +23,7 @@ from psgrad.engine.measures.passes import (
     refusing,
     row_pass,
 )
-from psgrad.engine.transforms import grad, jvp, vmap
+from psgrad.engine.transforms import grad, vjp, vmap
 
 
 @dataclass
@@ -229,7 +229,8 @@ class SampleHessians:
 
         def of_one(vectors: dict[str, torch.Tensor], *sample: torch.Tensor) -> dict[str, torch.Tensor]:
             gradient = grad(lambda params: self.objective.loss(params, sample[:-1], sample[-1])[0])
-            return vmap(lambda vector: jvp(gradient, (self.params,), (vector,))[1])(vectors)  # type: ignore[no-any-return]
+            _, along = vjp(gradient, self.params)  # no tangent, which the padding row of an embedding has
+            return vmap(lambda vector: along(vector)[0])(vectors)  # type: ignore[no-any-return]
 
         result = vmap(of_one, (0, *[0] * len(inputs), None if target is None else 0))(split, *inputs, target)
         return self.flat.join(
