@@ -54,7 +54,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     path = str(newest.locate_file(""))  # where setuptools-scm is, too
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(ROOT, folder / "copy", ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
-    commit = "-c user.name=a -c user.email=a@localhost commit --quiet --message all".split()
+    commit = ["-c", "user.name=a", "-c", "user.email=a@localhost", "commit", "--quiet", "--message", "all"]
     for git in (["init", "--quiet"], ["add", "--all"], commit, ["tag", f"v{VERSION}"]):
         run("git", *git, cwd=folder / "copy")
     printed = run(sys.executable, "-c", BUILD.format("sdist"), cwd=folder / "copy", path=path)

@@ -21,9 +21,7 @@ def output(root: Path, *command: str) -> tuple[int, str]:
     return done.returncode, (done.stdout + done.stderr).strip()
 
 
-def open_points(
-    root: Path, version: str, tests: Sequence[str] = TESTS_OF_THE_WHEEL
-) -> dict[str, str | None]:
+def open_points(root: Path, version: str, tests: Sequence[str] = TESTS_OF_THE_WHEEL) -> dict[str, str | None]:
     """point -> what is missing; None where it is done."""
     changes = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     dated = re.search(rf"^## {re.escape(version)}, \d{{4}}-\d{{2}}-\d{{2}}$", changes, re.MULTILINE)

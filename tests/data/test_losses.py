@@ -56,7 +56,9 @@ def test_every_name_has_a_function_and_a_kind() -> None:
 )
 def test_cross_entropy_is_torchs_without_the_mean(options: dict[str, Any]) -> None:
     output, target = torch.randn(6, CLASSES).double(), labels(6)
-    tensors = {**options, "weight": torch.tensor(WEIGHT, dtype=torch.float64)} if "weight" in options else options
+    tensors = (
+        {**options, "weight": torch.tensor(WEIGHT, dtype=torch.float64)} if "weight" in options else options
+    )
     got = losses("cross_entropy", output, target, **options)
     expected = F.cross_entropy(output, target, reduction="none", **tensors)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
