@@ -281,8 +281,8 @@ class PassProducts(CurvatureProducts):
                 return slopes
             return tree_map(lambda x: x * weights.reshape(-1, *[1] * (x.dim() - 1)).to(x.dtype), slopes)
 
-        # Derivatives along a vector are transposed gradients. A tangent would say something else of the padding
-        # row of an embedding, which PyTorch gives no gradient: training never moves it.
+        # Derivatives along a vector are transposed gradients. A tangent would say something else of the
+        # padding row of an embedding, which PyTorch gives no gradient: training never moves it.
         if self.curvature == "hessian":
             _, along_gradient = vjp(grad(lambda params: losses(params).sum()), params)
             return SumOverSamples(vmap(lambda vector: along_gradient(vector)[0])(vectors))
