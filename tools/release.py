@@ -1,6 +1,6 @@
 """What a release needs: `python -m tools.release 1.2.0` prints a line for each point, and ends with 1 where
-one is open. With all of them done, tag the commit `v1.2.0`, which gives the package its version, and upload what
-`python -m build` makes.
+one is open. With all of them done, tag the commit `v1.2.0`, which gives the package its version, and upload
+what `python -m build` makes.
 """
 
 from __future__ import annotations
