@@ -13,7 +13,7 @@ from torch import nn
 
 from psgrad import random_state
 from psgrad.engine.execution.chunk_replay import ChunkReplay
-from psgrad.engine.execution.memory import is_out_of_memory
+from psgrad.engine.execution.chunker import in_pieces
 from psgrad.engine.execution.objective import require_number
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms.functional import swapped, tied_slots
@@ -109,27 +109,28 @@ class BatchGradients:
         """(rows, what was found of them) of all at once, or of halves where memory runs out, and of the
         finite rows again where some are not.
         """
-        found: Found | None = None
-        try:
+
+        def compute(rows: np.ndarray) -> Found:
             values = replay(chunk.inputs(rows), None, _TO_COME, chunk.given(rows))
-            found = {name: x.double().cpu().numpy() for name, x in values.items()}
-        except Exception as error:
-            if not is_out_of_memory(error) or len(rows) < 2:
-                raise
-        if found is None:  # outside the handler, whose traceback holds tensors
+            return {name: x.double().cpu().numpy() for name, x in values.items()}
+
+        def halves(rows: np.ndarray) -> list[np.ndarray]:
             replay.drop_program()
-            return [part for half in np.array_split(rows, 2) for part in self._computed(replay, chunk, half)]
-        finite = np.isfinite(found["losses"]) & np.isfinite(found["squares"].sum(0))
-        if finite.all():
-            return [(rows, found)]
-        # A row that is not finite spoils the sums of its chunk.
-        left_out = np.full((~finite).sum(), np.nan)
-        squares = np.tile(left_out, (len(found["squares"]), 1))
-        spoilt = {"losses": found["losses"][~finite], "squares": squares, "along": left_out}
-        return [
-            *(self._computed(replay, chunk, rows[finite]) if finite.any() else []),
-            (rows[~finite], spoilt),
-        ]
+            return np.array_split(rows, 2)
+
+        parts: list[tuple[np.ndarray, Found]] = []
+        for some, found in in_pieces([rows], compute, halves):
+            finite = np.isfinite(found["losses"]) & np.isfinite(found["squares"].sum(0))
+            if finite.all():
+                parts.append((some, found))
+                continue
+            # A row that is not finite spoils the sums of its chunk.
+            left_out = np.full((~finite).sum(), np.nan)
+            squares = np.tile(left_out, (len(found["squares"]), 1))
+            spoilt = {"losses": found["losses"][~finite], "squares": squares, "along": left_out}
+            parts += self._computed(replay, chunk, some[finite]) if finite.any() else []
+            parts.append((some[~finite], spoilt))
+        return parts
 
     def _replay_of(self, plain: list[Any], structure: Any, chunk: _Chunk) -> ChunkReplay:
         """The function of the chunks of batches of one structure, with its programs."""

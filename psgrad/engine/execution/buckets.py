@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.bucket_plan import plan_buckets, positions_of
+from psgrad.engine.execution.chunker import in_pieces
 from psgrad.engine.execution.ladder import Bucket, buckets_of_few_shapes
-from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.parts import in_order
 from psgrad.engine.gradients.per_sample import per_sample_gradients
@@ -141,29 +141,32 @@ class RaggedChunks:
         most = self.tokens
         if filled is None:
             planned = plan_buckets(block.lengths, block.ragged, once=self.once, most=most)
-            waiting = [Bucket(places) for places in planned][::-1]
+            buckets = [Bucket(places) for places in planned]
         else:
-            waiting = buckets_of_few_shapes(block.lengths, block.ragged, once=self.once, most=most)[::-1]
-        parts, groups = [], []
-        while waiting:
-            bucket = waiting.pop()
-            places, some = bucket.places, block
+            buckets = buckets_of_few_shapes(block.lengths, block.ragged, once=self.once, most=most)
+        parts: list[Any] = []
+        groups: list[torch.Tensor] = []
+
+        def rows_of(bucket: Bucket) -> Block:
             if bucket.rows is not None and bucket.lengths is not None:
-                some = block.filled(places, bucket.rows, bucket.lengths)
-            elif len(places) < len(block):
-                some = block.at(places, _SPARE)
-            try:
-                compute = run if bucket.rows is None or filled is None else filled
-                parts.append(compute(some, len(places)))
-            except Exception as error:
-                if len(places) == 1 or (parts and keeps_factors) or not is_out_of_memory(error):
-                    raise
-            else:
-                groups.append(places)
-                continue
-            waiting += [Bucket(half) for half in places.tensor_split(2)][::-1]
-            self._halve(some)
+                return block.filled(bucket.places, bucket.rows, bucket.lengths)
+            return block.at(bucket.places, _SPARE) if len(bucket) < len(block) else block
+
+        def found(bucket: Bucket) -> Any:
+            compute = run if bucket.rows is None or filled is None else filled
+            return compute(rows_of(bucket), len(bucket))
+
+        def halves(bucket: Bucket) -> list[Bucket]:
+            self._halve(rows_of(bucket))
             out_of_memory()
+            return [Bucket(half) for half in bucket.places.tensor_split(2)]
+
+        def final(bucket: Bucket) -> bool:
+            return len(bucket) == 1 or (bool(parts) and keeps_factors)
+
+        for bucket, part in in_pieces(buckets, found, halves, final=final):
+            parts.append(part)
+            groups.append(bucket.places)
         if len(parts) == 1 and bool((groups[0].diff() > 0).all()):
             return parts[0]
         return joined_results(parts, groups)

@@ -36,6 +36,9 @@ class Bucket:
     rows: int | None = None
     lengths: tuple[int, ...] | None = None
 
+    def __len__(self) -> int:
+        return len(self.places)
+
 
 def buckets_of_few_shapes(
     lengths: torch.Tensor, ragged: RaggedAxes, *, once: float, most: int | None

@@ -1,5 +1,5 @@
 """How much memory a chunk of samples may take, and which errors say that memory ran out. What is done then is
-in streaming.py.
+in chunker.py.
 """
 
 from __future__ import annotations

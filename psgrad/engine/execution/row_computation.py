@@ -81,10 +81,6 @@ class RowComputation:
         self._read, self._reading = read, threading.Lock()
         self.draws = bool(getattr(read, "draws", False))
 
-    def gradients(self, start: int, stop: int) -> PerSampleGradients:
-        """The deferred gradients of the rows start, ..., stop - 1, all at once."""
-        return self._gradients_of(self.load_block(start, stop))
-
     def gradients_at(self, rows: Sequence[int]) -> PerSampleGradients:
         """The deferred gradients of a few rows from anywhere, all at once.
 
@@ -169,7 +165,7 @@ class RowComputation:
                 loss, params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness
             )
             many = passes > max(_MANY_PASSES, len(inputs[0]) / _MANY_PASSES)
-            if many and _runs_the_loss_once(how) and not self._said_split:
+            if many and runs_the_loss_once(how) and not self._said_split:
                 self._said_split = True
                 self.say(_split_words(passes, len(inputs[0])))
             return result
@@ -224,7 +220,7 @@ class RowComputation:
         return failure_alone(error, chunk.rows[0], inputs)
 
 
-def _runs_the_loss_once(how: Callable[..., Any]) -> bool:
+def runs_the_loss_once(how: Callable[..., Any]) -> bool:
     """Whether `how` runs the loss once for rows that agree; other ways may run it for several models."""
     return getattr(how, "func", how) in (per_sample_gradients, per_sample_square_norms)
 

@@ -9,7 +9,7 @@ next chunk is read while one is computed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -21,11 +21,17 @@ from psgrad.engine.execution.buckets import ModelSize, RaggedChunks
 from psgrad.engine.execution.chunk_measure import ChunkMeasure, Columns, on_the_cpu
 from psgrad.engine.execution.chunk_memory import LARGEST_AUTO_CHUNK as LARGEST_AUTO_CHUNK
 from psgrad.engine.execution.chunk_replay import PAYS_FROM, ChunkReplay, ReplayCounts
+from psgrad.engine.execution.chunker import in_pieces
 from psgrad.engine.execution.ladder import why_without_programs
 from psgrad.engine.execution.loading import Chunk, Loader, Read
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.execution.recompute import Recompute
-from psgrad.engine.execution.row_computation import RowComputation, keeps_factors, too_large
+from psgrad.engine.execution.row_computation import (
+    RowComputation,
+    keeps_factors,
+    runs_the_loss_once,
+    too_large,
+)
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.per_sample import (
@@ -203,65 +209,73 @@ class Stream(RowComputation):
         """
         needs_factors = compute is not None or any(measure.needs_factors for measure in measures)
         self.choose_chunk_size(count, needs_factors)
-        waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
+        how = self._by_default(measures) if compute is None else compute
         reached = start
+
+        def unread() -> Iterator[Chunk | range]:
+            while reached < count:
+                yield range(reached, min(reached + self.chunk_size, count))
+
+        def ready(piece: Chunk | range) -> Sequence[Chunk | range]:
+            nonlocal reached
+            chunk = piece if isinstance(piece, Chunk) else self._taken(loader, piece)
+            reached = max(reached, chunk.stop)
+            fitting = self.ragged.rows_that_fit(chunk.block) if keeps_factors(how) else len(chunk)
+            if fitting < len(chunk):
+                return [chunk.part(0, fitting), chunk.part(fitting, len(chunk))]
+            return [chunk] if len(chunk) <= self.chunk_size else self._halves(chunk)
+
+        def found(chunk: Chunk | range) -> dict[str, torch.Tensor]:
+            assert isinstance(chunk, Chunk)
+            if chunk.stop == reached:  # all rows before it were read
+                loader.expect(reached, min(reached + self.chunk_size, count))
+            to_come = (count - chunk.start) // len(chunk) if len(chunk) == self.chunk_size else 1
+            self._in_run = count // self.chunk_size
+            return self._attempt(chunk, measures, how, to_come, materialise)
+
+        def smaller(piece: Chunk | range) -> Sequence[Chunk | range]:
+            nonlocal reached
+            rows = piece.rows if isinstance(piece, Chunk) else piece
+            reached = max(reached, rows[-1] + 1)
+            self._out_of_memory(rows)
+            return self._halves(piece)
+
         with Loader(self.read, self.say, self._nothing_is_read) as loader:
             loader.ahead = not self.draws  # else reader and model would seed the same generators at once
-            while waiting or reached < count:
-                rows = waiting.pop() if waiting else range(reached, min(reached + self.chunk_size, count))
-                chunk = rows if isinstance(rows, Chunk) else self._taken(loader, rows)
-                reached = max(reached, chunk.stop)
-                values = None
-                if isinstance(chunk, Chunk):
-                    kept = keeps_factors(self._by_default(measures) if compute is None else compute)
-                    fitting = self.ragged.rows_that_fit(chunk.block) if kept else len(chunk)
-                    if fitting < len(chunk):
-                        waiting += [chunk.part(fitting, len(chunk)), chunk.part(0, fitting)]
-                        continue
-                if isinstance(chunk, Chunk) and len(chunk) <= self.chunk_size:
-                    if not any(isinstance(later, range) for later in waiting):
-                        loader.expect(reached, min(reached + self.chunk_size, count))
-                    to_come = (count - chunk.start) // len(chunk) if len(chunk) == self.chunk_size else 1
-                    self._in_run = count // self.chunk_size
-                    values = self._attempt(chunk, measures, compute, to_come, materialise)
-                if values is None:
-                    size = max(1, min(self.chunk_size, (len(chunk) + 1) // 2))
-                    waiting += [
-                        part_of(chunk, i, min(i + size, len(chunk)))
-                        for i in reversed(range(0, len(chunk), size))
-                    ]
-                    continue
-                yield Columns(chunk.start, chunk.stop, values)
+            # A row that fails alone is tried once more, and named in the error then.
+            for piece, values in in_pieces(unread(), found, smaller, ready=ready, final=lambda piece: False):
+                yield Columns(piece.start, piece.stop, values)
 
-    def _taken(self, loader: Loader, rows: range) -> Chunk | range:
-        """These rows as a chunk; the same range where memory ran out while they were read."""
+    def _halves(self, piece: Chunk | range) -> Sequence[Chunk | range]:
+        """A piece in parts of at most half its rows, and of at most as many as are computed at once."""
+        size = max(1, min(self.chunk_size, (len(piece) + 1) // 2))
+        return [part_of(piece, i, min(i + size, len(piece))) for i in range(0, len(piece), size)]
+
+    def _taken(self, loader: Loader, rows: range) -> Chunk:
+        """These rows, read."""
         try:
             return loader.take(rows.start, rows.stop)
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            if len(rows) == 1:
+            if is_out_of_memory(error) and len(rows) == 1:
                 raise too_large(rows[0], error) from error
-        self._out_of_memory(rows)
-        return rows
+            raise
 
     def _attempt(
         self,
         chunk: Chunk,
         measures: Sequence[ChunkMeasure],
-        compute: Callable[..., Any] | None,
+        how: Callable[..., Any],
         to_come: int,
         materialise: bool,
-    ) -> dict[str, torch.Tensor] | None:
-        """The columns of one chunk, on the CPU; None where memory ran out. The failed attempt's memory is
-        free again on return.
+    ) -> dict[str, torch.Tensor]:
+        """The columns of one chunk, on the CPU. Raises the error as it is where memory ran out and the rows
+        are to be tried again.
 
         to_come: chunks of this size, this one included.
         """
         try:
-            how = self._by_default(measures) if compute is None else compute
             block = self._to_device(chunk.block)
-            if compute is None:
+            if runs_the_loss_once(how):
                 self.ragged.warn_of_padding(block)
             gradients = self.found(how, block, to_come)
             if materialise and isinstance(gradients, PerSampleGradients):
@@ -279,17 +293,14 @@ class Stream(RowComputation):
         except PsgradError:
             raise
         except Exception as error:
-            if not is_out_of_memory(error) or self._alone == chunk.rows:
-                raise self._failure(error, chunk) from error
-        else:
-            for measure in measures:
-                measure.keep()
-            if self._too_large is not None and len(chunk) >= self._too_large:
-                self._too_large = None
-            return values
-        # Outside the handler: the traceback, and with it every tensor of the attempt, is gone.
-        self._out_of_memory(chunk.rows)
-        return None
+            if is_out_of_memory(error) and self._alone != chunk.rows:
+                raise
+            raise self._failure(error, chunk) from error
+        for measure in measures:
+            measure.keep()
+        if self._too_large is not None and len(chunk) >= self._too_large:
+            self._too_large = None
+        return values
 
     def gradients(self, start: int, stop: int) -> PerSampleGradients:
         found: PerSampleGradients = self.found(per_sample_gradients, self.load_block(start, stop))

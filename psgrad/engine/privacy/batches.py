@@ -7,7 +7,7 @@ read in streams of records of about the same length, so that a user of two rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from psgrad.engine.execution.chunker import in_pieces
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, Stream
@@ -66,14 +67,25 @@ def batch_source(
     def source(clipping: Clipping) -> ClippedSum:
         total, clipper = Total(clipping, params), Clipper(clipping, coins, programs)
         places, together = torch.arange(count, device=next(iter(params.values())).device), samples
-        while len(places):
-            try:
-                total.add(clipper(loss, params, *job.batch_of(places[:together]), **options))
-                places = places[together:]
-            except Exception as error:
-                if not is_out_of_memory(error) or together == 1:
-                    raise
-                together = (together + 1) // 2
+
+        def unread() -> Iterator[Tensor]:
+            first = 0
+            while first < count:
+                some = places[first : first + together]
+                first += len(some)  # `together` may be less when the next ones are asked for
+                yield some
+
+        def compute(some: Tensor) -> ClippedSum:
+            return clipper(loss, params, *job.batch_of(some), **options)
+
+        def halves(some: Tensor) -> Sequence[Tensor]:
+            nonlocal together
+            together = (len(some) + 1) // 2
+            return some.split(together)
+
+        for _, part in in_pieces(unread(), compute, halves):
+            total.add(part)
+            del part  # not beside the next one
         return total.result()
 
     return source
