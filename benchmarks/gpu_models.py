@@ -119,7 +119,7 @@ def ragged_texts(device: torch.device, small: bool) -> Facts:
 
     def stream(capture: str) -> Way:
         options: Facts = {"chunk_size": each, "capture": capture, "model_size": ModelSize.of(model)}
-        made = Stream(objective.loss, objective.params, lambda a, b: block.at(slice(a, b)), **options)
+        made = Stream(objective.loss, objective.params, block, **options)
 
         def way() -> Tensor:
             found = [columns.values["grad_norm"] for columns in made.run(rows, [GradientNorms()])]

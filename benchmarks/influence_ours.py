@@ -34,9 +34,7 @@ def examples(
     """These rows as `model` sees them, its parameters as they now are. Options are the Stream's."""
     objective = Objective(model, criterion)
     objective.params = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return Examples(
-        objective, lambda start, stop: Block((inputs[start:stop],), target[start:stop]), len(inputs), options
-    )
+    return Examples(objective, Block((inputs,), target), options)
 
 
 def fitted(

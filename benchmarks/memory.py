@@ -39,6 +39,7 @@ import torch
 from norms import CASES, Contest, machine
 from torch.profiler import ProfilerActivity, profile
 
+from psgrad.engine.execution.loading import ChosenRows
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.builtin.norms import GradientNorms
@@ -221,12 +222,10 @@ def stream_over(rows: int, device: torch.device, chunk: int = 64) -> Callable[[]
     )
     images, target = torch.randn(512, 1, 8, 8), torch.randint(10, (512,))
 
-    def read(start: int, stop: int) -> Block:
-        places = torch.arange(start, stop) % len(images)
-        return Block((images[places],), target[places])
+    repeated = ChosenRows(Block((images,), target), torch.arange(rows) % len(images))
 
     def run() -> None:
-        stream = Stream(objective.loss, objective.params, read, chunk_size=chunk, capture="off")
+        stream = Stream(objective.loss, objective.params, repeated, chunk_size=chunk, capture="off")
         for _ in stream.run(rows, [GradientNorms()]):
             pass
 

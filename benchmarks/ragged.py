@@ -87,7 +87,7 @@ def norms_of(objective: Objective, block: Block, chunk_size: int | str = "auto")
     options = {"model_size": ModelSize.of(objective.model), "chunk_size": chunk_size}
 
     def run() -> Tensor:
-        examples = Examples(objective, lambda start, stop: block.at(slice(start, stop)), len(block), options)
+        examples = Examples(objective, block, options)
         return torch.cat([found["square_norm"] for _, found in examples.norms()])
 
     return run

@@ -40,6 +40,7 @@ from norms import draw_tokens, machine
 from script import command_line, print_facts, write_json
 from torch import Tensor, nn
 
+from psgrad.engine.execution.loading import ChosenRows
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_square_norms
@@ -98,13 +99,11 @@ def over_samples(rows: int, device: torch.device) -> dict[str, Job]:
         images, labels = torch.from_numpy(file["image"]), torch.from_numpy(file["label"])
     objective = Objective(digits_network().to(device), F.cross_entropy)
 
-    def read(start: int, stop: int) -> Block:
-        places = torch.arange(start, stop) % len(images)
-        return Block((images[places],), labels[places])
+    repeated = ChosenRows(Block((images,), labels), torch.arange(rows) % len(images))
 
     def run(chunk: Chunking) -> Job:
         def job() -> None:
-            stream = Stream(objective.loss, objective.params, read, chunk_size=chunk)
+            stream = Stream(objective.loss, objective.params, repeated, chunk_size=chunk)
             for _ in stream.run(rows, [GradientNorms()]):
                 pass
 

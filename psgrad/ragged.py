@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 Padding = float | int | bool
+RowNumbers = Sequence[int] | npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,10 @@ class Block:
                 x = x.narrow(axis + 1, 0, min(longest[column], x.shape[axis + 1]))
             tensors.append(x[index])
         return self._with(tensors, lengths)
+
+    def take(self, rows: RowNumbers) -> Block:
+        """`at`, for a block that is the dataset (`Rows`)."""
+        return self.at(slice(rows.start, rows.stop) if isinstance(rows, range) else rows)
 
     def filled(self, places: Tensor, rows: int, lengths: Sequence[int]) -> Block:
         """The rows at these places [k], and the last of them again until there are `rows`; padded to these

@@ -183,7 +183,7 @@ def refusal_of(error_kind: type[PsgradError], *arguments: Any, **options: Any) -
     """What `samples_of`, or reading all of its rows, is refused with."""
     try:
         samples = samples_of(*arguments, **options)
-        samples.read(0, len(samples))
+        samples.take(range(len(samples)))
     except error_kind as error:
         return str(error)
     pytest.fail("not refused")

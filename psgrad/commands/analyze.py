@@ -37,6 +37,7 @@ from psgrad.commands.run_manifest import (
 from psgrad.commands.setup import Setup, set_up
 from psgrad.config import Config
 from psgrad.data.previews import vocabulary_of
+from psgrad.engine.execution.loading import ChosenRows
 from psgrad.engine.execution.ranks import OneProcess, Processes, spread_rows
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.builtin.projected_gradients import COLUMN as PROJECTED
@@ -192,7 +193,8 @@ class Analysis:
 
         Raises SelfCheckError.
         """
-        config, check = self.setup.config, self.setup.self_check(self.setting.examples.stream)
+        config, rows = self.setup.config, self.setup.stream(self.setting.say)
+        check = self.setup.self_check(rows)
         seed = config.analyze.seed if self.sample else None
         about = describe_run("analyze", self.setup, check, measure_specs(config))
         return replace(about, identity=now, run=digest(now), limit=self.limit, sampled_by=seed)
@@ -228,7 +230,7 @@ class Analysis:
         if PROJECTED in measured.rows:
             projected = measured.rows[PROJECTED].double().numpy()
             if len(frame) <= MOST:
-                features = input_features(self.setup.reader, len(frame))
+                features = input_features(ChosenRows(self.setup.reader, range(len(frame))))
         history = measures.get("trajectory")
         losses = None if history is None else history.arrays.get("loss")
         probabilities = None if self.probabilities is None else self.probabilities[: len(frame)]

@@ -4,7 +4,6 @@ sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ import numpy.typing as npt
 from psgrad.commands.setup import Setup
 from psgrad.data.derived import DrawnSamples
 from psgrad.data.sources.load import load_data
+from psgrad.engine.execution.loading import Rows
 from psgrad.errors import ConfigError
-from psgrad.ragged import Block
 
 Array = npt.NDArray[Any]
 
@@ -54,15 +53,15 @@ def label_probabilities(run: Setup) -> Array | None:
     return values
 
 
-def input_features(read: Callable[[int, int], Block], count: int) -> Array | None:
+def input_features(rows: Rows) -> Array | None:
     """[n, WIDTH]: each row's inputs in few numbers, such that near inputs have near ones: random projections
     of fractions, and means of random functions of whole numbers, such as tokens, in any order. None for
     fractions whose number differs from row to row.
     """
     found: list[Array] = []
     matrices: dict[tuple[int, int], Array] = {}
-    for start in range(0, count, _ROWS):
-        block = read(start, min(start + _ROWS, count))
+    for start in range(0, len(rows), _ROWS):
+        block = rows.take(range(start, min(start + _ROWS, len(rows))))
         # Rows of unequal lengths one by one, without the padding between them.
         apart = block.lengths is not None
         for part in [block.at(slice(row, row + 1)) for row in range(len(block))] if apart else [block]:

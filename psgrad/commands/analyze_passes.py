@@ -33,7 +33,7 @@ _ROWS_PER_SHARD = 4096
 _SECONDS_PER_SHARD = 30.0
 
 _FIRST = "samples"
-_CHUNK_SIZE, _POSITIONS = "stream.chunk_size", "stream.positions"
+_CHUNK_FACTS = "stream.chunk"
 
 
 @dataclass
@@ -263,7 +263,7 @@ class Passes:
             self.stream.choose_chunk_size(len(self.setting), factors)
             return self.stream.chunk_facts()
 
-        self.stream.take_chunk_facts(self.processes.agreed("chunk", size))
+        self.stream.fix_chunk_size(*self.processes.agreed("chunk", size))
 
     def _merge(self, measures: Sequence[Measure]) -> None:
         """Give each process what all have gathered, those of an earlier run among them."""
@@ -291,17 +291,13 @@ class Passes:
     # -- what is gathered ------------------------------------------------------------------------------------
 
     def _state(self, measures: Sequence[Measure]) -> Arrays:
-        state: Arrays = {_CHUNK_SIZE: torch.tensor(self.stream.chunk_size)}
-        if self.stream.positions is not None:
-            state[_POSITIONS] = torch.tensor(self.stream.positions)
+        state: Arrays = {_CHUNK_FACTS: torch.tensor(self.stream.chunk_facts())}
         for place, measure in enumerate(measures):
             state |= {f"{place}.{key}": value for key, value in measure.state().items()}
         return state
 
     def _restore(self, measures: Sequence[Measure], state: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        tokens, longest = state[_POSITIONS].tolist() if _POSITIONS in state else (None, 0)
-        positions = None if tokens is None else (tokens, longest)
-        self.stream.fix_chunk_size(int(state[_CHUNK_SIZE]), positions)
+        self.stream.fix_chunk_size(*state[_CHUNK_FACTS].tolist())
         for measure, own in _by_measure(measures, _as_torch(state)):
             measure.restore(own)
 

@@ -160,7 +160,7 @@ def engine_facts(before: EngineFacts, stream: Stream, norms: GradientNorms, proc
         processes=processes if processes > 1 else None,
         chunk_size=stream.chunk_size,
         out_of_memory_retries=stream.retries,
-        **stream.replayed,
+        **stream.counts.facts(),
         materialised=norms.unfactored,
     )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from psgrad.commands.private_setup import PrivateSetup
+from psgrad.engine.execution.loading import ChangedRows, ChosenRows
 from psgrad.engine.privacy.audit import Replayed, compare_neighbours
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource
 from psgrad.engine.privacy.clipped_sums import Sums, Total
@@ -116,18 +117,19 @@ def with_extreme_records(setup: PrivateSetup) -> PrivateSetup:
     records, rows = setup.records, len(setup.run.samples)
     extremes = list(_EXTREME_FACTORS.values()) if has_floats(setup) else []
 
-    def take(wanted: np.ndarray) -> Block:
-        kind, row = np.divmod(wanted, rows)
-        block = setup.run.reader.take(row)
-        factors = np.array([1.0, *extremes])[kind]
+    def multiplied(block: Block, numbers: torch.Tensor) -> Block:
+        factors = np.array([1.0, *extremes])[numbers.numpy() // rows]
         return dataclasses.replace(block, inputs=tuple(_times(x, factors) for x in block.inputs))
 
+    again = ChosenRows(setup.run.reader, np.arange(rows * (1 + len(extremes))) % rows)
     own = records.rows_of(0)
     more = [own + rows * kind for kind in range(1, len(extremes) + 1)]
     order = np.concatenate([records.rows_of_each(np.arange(len(records))), *more])
     sizes = np.concatenate([records.sizes, np.full(len(extremes), len(own))])
     mixed = Records(order, np.cumsum(sizes) - sizes, sizes)
-    return dataclasses.replace(setup, records=mixed, streams=setup.streams.of(mixed, take))
+    return dataclasses.replace(
+        setup, records=mixed, streams=setup.streams.of(mixed, ChangedRows(again, multiplied))
+    )
 
 
 def _by_record(setup: PrivateSetup, records: np.ndarray) -> GradientSource:
@@ -149,7 +151,7 @@ def _by_record(setup: PrivateSetup, records: np.ndarray) -> GradientSource:
 
 def has_floats(setup: PrivateSetup) -> bool:
     """Whether some input of a row is floating point."""
-    return any(x.is_floating_point() for x in setup.run.samples.read(0, 1).inputs)
+    return any(x.is_floating_point() for x in setup.run.samples.take([0]).inputs)
 
 
 def _times(x: Tensor, factors: np.ndarray) -> Tensor:

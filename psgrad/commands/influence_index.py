@@ -84,7 +84,7 @@ def influence_index(
 
     def load(number: int) -> Examples:
         there = run_at(run, number)
-        return Examples(there.objective, run.reader, len(run.samples), there.stream_options(say))
+        return Examples(there.objective, run.reader, there.stream_options(say))
 
     with clock("gradients"):
         build_index(
@@ -189,7 +189,7 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
         CLASSES: run.config.data.class_names,
         "dtype": run.config.engine.dtype,
     }
-    training = Examples(run.objective, run.reader, len(run.samples))
+    training = Examples(run.objective, run.reader)
     return describe(spec, training, fingerprint, count)
 
 
@@ -228,7 +228,7 @@ def updated(
     current.require(same | {"fingerprint": description["fingerprint"] | {"data": data}})
     n = len(run.samples)
     for start in range(0, n, _READ):
-        run.reader(start, min(start + _READ, n))
+        run.reader.take(range(start, min(start + _READ, n)))
     stored = np.concatenate([block["digest"] for _, block in current.blocks(0, BLOCK, ("digest",))])
     kept = kept_rows(stored, digests_read(run.reader, 0, n))
     if len(kept):
@@ -261,7 +261,7 @@ def require_losses(index: GradientIndex, run: Setup, rows: list[int], known: tor
 
     A description does not see what code reads from elsewhere while it runs.
     """
-    found = run.stream(lambda _: None).gradients_at(rows).losses.double().cpu()
+    found = run.stream(lambda _: None).gradients(rows).losses.double().cpu()
     rounding = torch.finfo(run.objective.autocast or run.dtype).eps ** 0.5
     different = known.isfinite() & ~torch.isclose(found, known, rtol=rounding, atol=rounding)
     if bool(different.any()):

@@ -19,9 +19,9 @@ from psgrad.config import CheckpointConfig, Config, QueriesConfig, is_callable_s
 from psgrad.config.values import names_in_condition
 from psgrad.data.measurements import Measurement
 from psgrad.data.reader import CheckedReader
-from psgrad.data.rows import Block, Samples
+from psgrad.data.rows import Samples
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.loading import ChosenRows
 from psgrad.engine.execution.ranks import Processes
 from psgrad.errors import ConfigError
 from psgrad.models.factory import checkpoint_hash, load_model
@@ -201,8 +201,8 @@ def _table(
         run = at_last()
         reader = CheckedReader(samples, run.criterion, run.class_count(run.criterion))
         options = run.stream_options(lambda _: None)
-        read = chosen_rows(reader, rows)
-        examples = Examples(run.objective_of(samples), read, len(rows), options, processes=processes)
+        chosen = ChosenRows(reader, rows)
+        examples = Examples(run.objective_of(samples), chosen, options, processes=processes)
         chunks = [found for _, found in examples.losses()]
         columns |= {name: torch.cat([chunk[name] for chunk in chunks]).numpy() for name in chunks[0]}
         targets = reader.targets_at(rows)
@@ -230,15 +230,3 @@ def _chosen(wanted: QueriesConfig, table: pd.DataFrame) -> np.ndarray:
 def errors_about_queries() -> AbstractContextManager[None]:
     """Errors about data, losses and models say that they are about the queries, not the training data."""
     return errors_about("the queries", "influence.queries and influence.measurement")
-
-
-def chosen_rows(reader: CheckedReader, rows: np.ndarray) -> Read:
-    """A reader of these rows of a dataset, counted from 0."""
-    if len(rows) == rows[-1] - rows[0] + 1 and (np.diff(rows) == 1).all():
-        first = int(rows[0])
-        return lambda start, stop: reader(first + start, first + stop)
-
-    def read(start: int, stop: int) -> Block:
-        return reader.take(rows[start:stop])
-
-    return read

@@ -18,7 +18,6 @@ from torch import nn
 from psgrad.commands.completion import completed_for_influence
 from psgrad.commands.influence_inputs import (
     checkpoints_of,
-    chosen_rows,
     contrasted_rows,
     errors_about_queries,
     first_run,
@@ -31,6 +30,7 @@ from psgrad.config import Config, MethodConfig, is_callable_spec
 from psgrad.data.measurements import Measurement, resolve_measurement
 from psgrad.data.reader import CheckedReader
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import ChosenRows
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.influence.method import (
@@ -118,10 +118,8 @@ class InfluenceSetup:
 
     def with_queries(self, rows: np.ndarray) -> InfluenceSetup:
         """This setup with `rows` as its only queries."""
-        read = chosen_rows(self.query_reader, rows)
-        views = [
-            replace(view, queries=replace(view.queries, read=read, count=len(rows))) for view in self.views
-        ]
+        chosen = ChosenRows(self.query_reader, rows)
+        views = [replace(view, queries=replace(view.queries, rows=chosen)) for view in self.views]
         return replace(self, views=views, query_rows=rows)
 
 
@@ -183,9 +181,9 @@ def set_up_influence(config: Config, command: Run[Any], say: Callable[[str], Non
         _require_another(views, there)
         checkpoint, options = _checkpoint(there, number, len(rows), say), there.stream_options(say)
         shared: dict[str, Any] = {"options": options, "processes": processes, "watch": watch}
-        training = Examples(there.objective, there.reader, len(run.samples), **shared)
+        training = Examples(there.objective, there.reader, **shared)
         measured = _measured(there, measurement, reader)
-        queries = Examples(measured, chosen_rows(reader, rows), len(rows), **shared)
+        queries = Examples(measured, ChosenRows(reader, rows), **shared)
         path = there.config.model.checkpoint
         name = None if path is None else str(path)
         views.append(CheckpointView(checkpoint, training, queries, name, there.loaded.sha256))
@@ -292,11 +290,8 @@ def without_nonfinite(
         return setup, screening
     setup = setup.with_queries(setup.query_rows[screening.asked])
     rows = np.flatnonzero(screening.kept) if stored is None else setup.training_rows
-    read, numbers = chosen_rows(setup.run.reader, rows), torch.from_numpy(rows)
-    views = [
-        replace(view, training=replace(view.training, read=read, count=len(rows), numbers=numbers))
-        for view in setup.views
-    ]
+    chosen, numbers = ChosenRows(setup.run.reader, rows), torch.from_numpy(rows)
+    views = [replace(view, training=view.training.of(chosen, numbers)) for view in setup.views]
     return replace(setup, views=views, training_rows=rows), screening
 
 

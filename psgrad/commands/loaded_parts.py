@@ -147,7 +147,7 @@ class Loaded:
 
     def first_output(self) -> Any:
         """The model's output for the first row as a batch of one, without psgrad's transforms."""
-        inputs = self.samples.read(0, 1).inputs
+        inputs = self.samples.take([0]).inputs
         with torch.no_grad():
             return self.forward(
                 self.model,

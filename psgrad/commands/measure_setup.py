@@ -24,6 +24,7 @@ from psgrad.config import Config, MeasureConfig
 from psgrad.config.plugin_names import OWN, plugin_names
 from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import ChosenRows
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.terms import accumulating
@@ -272,7 +273,7 @@ def prepare(
     objective = run.objective.with_summary(partial(joined_summary, every))
     targets = run.reader.samples.targets
     setting = Setting(
-        examples=Examples(objective, run.reader, count, run.stream_options(say)),
+        examples=Examples(objective, ChosenRows(run.reader, range(count)), run.stream_options(say)),
         kind=run.criterion.kind,
         targets=(
             torch.as_tensor(targets[:count]) if targets is not None and targets.dtype.kind == "i" else None

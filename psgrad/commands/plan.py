@@ -62,8 +62,8 @@ def plan_run(stream: Stream, rows: int) -> PlanResult:
 
     Raises PsgradError, with the row, where the model or the loss fails on them.
     """
-    stream.gradients_at([0])  # a model that fails says so, in a person's words
-    block = stream.load_block(0, min(_READ, rows))
+    stream.gradients([0])  # a model that fails says so, in a person's words
+    block = stream.load_block(range(min(_READ, rows)))
     inputs, target = block.inputs, block.target
     budget = chunk_budget(stream.device, stream.memory)
     memory = stream.memory_of_chunks(per_sample_square_norms, block, budget, rows)

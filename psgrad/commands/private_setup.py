@@ -110,7 +110,7 @@ def set_up_privately(
     _require_public_classes(loaded)
     # A row of a record must draw anew in each step.
     loaded = replace(loaded, samples=loaded.samples.anew())
-    inputs, _ = to_device(loaded.samples.read(0, 1).inputs, None, loaded.device, loaded.dtype)
+    inputs = to_device(loaded.samples.take([0]), loaded.device, loaded.dtype).inputs
     warm_up(loaded.model, lambda: loaded.forward(loaded.model, *stand_ins(inputs)[0]))
     unchanged = Unchanged(loaded.model, loaded.criterion.function)
     run = setup_of(loaded, targets_later=privacy.on_error == "zero")
@@ -129,10 +129,10 @@ def set_up_privately(
     draws = run.model.training or bool(code)
     streams = RecordStreams(
         records,
-        run.reader.take,
+        run.reader,
         unchanged.checked(run.objective.loss),
         run.objective.params,
-        lambda loss, read: run.stream(once, loss, read),
+        lambda loss, rows: run.stream(once, loss, rows),
         # with a seed, they follow from the seed, the step and the rank: also when resumed
         coins=Coins(make_generator(seed=privacy.noise.seed), run.model, run.criterion.function, *code),
         reads_by_code=bool(code),
@@ -176,10 +176,10 @@ def refuse(setup: PrivateSetup) -> str:
     setup.sampling.require_drawable(len(setup.records))
     rows = np.array([setup.records.rows_of(int(record))[0] for record in _looked_at(setup)])
     block = run.reader.take(rows)
-    inputs, target = to_device(block.inputs, block.target, run.device, run.dtype)
+    block = to_device(block, run.device, run.dtype)
     setup.unchanged.require(by_bits=True)
     try:
-        require_separate_records(run.objective, *stand_ins(inputs, target))
+        require_separate_records(run.objective, *stand_ins(block.inputs, block.target))
         words = f"checked on {len(block)} stand-ins of the shapes of rows"
     except NotRun as error:
         words = f"not checked: {error.message}"

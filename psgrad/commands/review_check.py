@@ -67,7 +67,7 @@ def training_on(
         why_not = "rows have weights, which the trainer does not know"
     if why_not:
         return None, replace(trust, why_not=why_not)
-    whole = replace(view.training, read=before, count=len(before.samples))
+    whole = replace(view.training, rows=before)
     try:
         measured = measured_change(
             _Called(view.training.objective.model, setup.run.forward),

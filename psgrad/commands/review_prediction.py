@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from psgrad.commands.influence_inputs import chosen_rows
 from psgrad.commands.influence_setup import CheckpointView, InfluenceSetup
 from psgrad.commands.review_index import IndexedCurvature
 from psgrad.data.reader import CheckedReader
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import ChosenRows
 from psgrad.engine.influence.amounts import is_affine
 from psgrad.engine.influence.data_change import (
     STEPS,
@@ -177,7 +177,7 @@ def _difference(values: torch.Tensor) -> torch.Tensor:
 def _change(setup: InfluenceSetup, view: CheckpointView, rows: ChangedRows) -> DataChange:
     """The change as the model of a checkpoint sees it."""
     after = view.training
-    whole = replace(after, read=rows.before, count=len(rows.before.samples))
+    whole = replace(after, rows=rows.before)
     decay = setup.run.config.influence.method.options.get("weight_decay")
     if decay is None:  # to estimate it takes a pass over the training data
         decay = _decay(whole) if rows.index is None else 0.0
@@ -189,7 +189,7 @@ def _change(setup: InfluenceSetup, view: CheckpointView, rows: ChangedRows) -> D
 
 def _rows(examples: Examples, reader: CheckedReader, rows: Array) -> Examples:
     """The same model and scalar with these rows of a dataset."""
-    return replace(examples, read=chosen_rows(reader, rows), count=len(rows))
+    return replace(examples, rows=ChosenRows(reader, rows))
 
 
 def _decay(before: Examples) -> float:

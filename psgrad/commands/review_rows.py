@@ -12,11 +12,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.commands.analyze_issues import input_features
-from psgrad.commands.influence_inputs import chosen_rows
 from psgrad.commands.influence_setup import InfluenceSetup
 from psgrad.data.previews import input_of
 from psgrad.data.reader import CheckedReader, digests
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import ChosenRows
 from psgrad.engine.influence.method import row_norms
 from psgrad.quality.changed_rows import NO_ROW, Measured, RowContents, Suspicion, changed_rows, suspicion
 from psgrad.quality.issues import MOST
@@ -39,7 +39,7 @@ def _contents(reader: CheckedReader, with_ids: bool) -> RowContents:
     parts: dict[str, list[str]] = {"input": [], "label": [], "weight": []}
     weighted = reader.samples.weighted
     for start in range(0, len(reader.samples), _BLOCK):
-        block = reader(start, min(start + _BLOCK, len(reader.samples)))
+        block = reader.take(range(start, min(start + _BLOCK, len(reader.samples))))
         whole += digests(block)
         parts["input"] += digests(
             replace(block, inputs=block.inputs[: -1 if weighted else None], target=None)
@@ -55,12 +55,10 @@ def _contents(reader: CheckedReader, with_ids: bool) -> RowContents:
 def suspicion_of(setup: InfluenceSetup, before: CheckedReader, added: Array, removed: Array) -> Suspicion:
     """How wrong the added rows look by themselves, to the model of the last checkpoint."""
     training, asked = setup.views[-1].training, setup.views[-1].queries
-    queries = replace(training, objective=training.objective.unweighted(), read=asked.read, count=len(asked))
-    rows = replace(training, read=chosen_rows(setup.run.reader, added), count=len(added))
+    queries = replace(training, objective=training.objective.unweighted(), rows=asked.rows)
+    rows = replace(training, rows=ChosenRows(setup.run.reader, added))
     stay = np.setdiff1d(np.arange(len(before.samples)), removed)
-    known = (
-        _features(replace(training, read=chosen_rows(before, stay), count=len(stay))) if len(stay) else None
-    )
+    known = _features(replace(training, rows=ChosenRows(before, stay))) if len(stay) else None
     seen = np.zeros(len(stay))  # losses of rows that the model was trained on are no reference
     return suspicion(
         _measured(rows, setup.run.samples.ids[added], setup.run.reader.targets_at(added)),
@@ -77,7 +75,7 @@ def _measured(examples: Examples, ids: Array, targets: Array | None) -> Measured
 
 def _features(examples: Examples) -> Array | None:
     """[n, k]: numbers of inputs that can be compared; None for too many rows."""
-    return input_features(examples.read, len(examples)) if len(examples) <= MOST else None
+    return input_features(examples.rows) if len(examples) <= MOST else None
 
 
 def input_cards(

@@ -22,7 +22,7 @@ from psgrad.data.reader import CheckedReader
 from psgrad.data.rows import Samples
 from psgrad.engine.execution.buckets import ModelSize, padding_is_masked
 from psgrad.engine.execution.chunk_replay import ReplayCounts
-from psgrad.engine.execution.loading import Read, to_device
+from psgrad.engine.execution.loading import Rows, to_device
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.ranks import Processes, spread_rows
 from psgrad.engine.execution.self_check import SelfCheck, self_check
@@ -97,15 +97,15 @@ class Setup(Loaded):
         return "different" if self.model.training else "error"
 
     def stream(
-        self, say: Callable[[str], None], loss: Loss | None = None, read: Read | None = None
+        self, say: Callable[[str], None], loss: Loss | None = None, rows: Rows | None = None
     ) -> Stream:
         """Gradients chunk by chunk, as the config's engine section says: of the dataset's rows, or of
-        what `read` and `loss` know.
+        what `rows` and `loss` know.
         """
         return Stream(
             self.objective.loss if loss is None else loss,
             self.objective.params,
-            self.reader if read is None else read,
+            self.reader if rows is None else rows,
             **self.stream_options(say),
         )
 
@@ -171,8 +171,7 @@ def _check_padding(parts: Loaded, objective: Objective) -> None:
         return
     reader = CheckedReader(samples, parts.criterion, parts.class_count(parts.criterion))
     block = reader.take(np.array(spread_rows(len(samples), _ROWS_CHECKED)))
-    inputs, target = to_device(block.inputs, block.target, parts.device, parts.dtype)
-    on_device = replace(block, inputs=inputs, target=target)
+    on_device = to_device(block, parts.device, parts.dtype)
     halves = parts.autocast is not None
     if not padding_is_masked(objective.loss, objective.params, on_device, halves=halves):
         samples.ragged = replace(samples.ragged, masked=False)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from psgrad.config import Config, ModelConfig
-from psgrad.engine.execution.placement import SHARE, Where, fit, is_quantised, memory_for_others
+from psgrad.engine.execution.placement import is_quantised
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.stored import Stored
 from psgrad.engine.execution.weight_supply import Supply
@@ -18,6 +18,10 @@ from psgrad.engine.free_memory import free_memory
 from psgrad.errors import ConfigError
 from psgrad.models.checkpoint_files import checkpoint_files
 from psgrad.reports.words import amount
+
+# Weights live on the device if they take at most the memory divided by this. Otherwise those that are moved
+# there for a chunk may take the same share of what is left for them and the chunk.
+SHARE = 2
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class WeightPlacement:
     supply: Supply | None = None
 
     @property
-    def where(self) -> Where:
+    def where(self) -> Literal["resident", "offloaded"]:
         return "resident" if self.room is None else "offloaded"
 
     def memory(self, limit: int | Literal["auto"]) -> int | None:
@@ -77,12 +81,11 @@ def weight_placement_of(config: Config, device: torch.device, processes: Process
     offloaded = engine.parameters == "offloaded"
     if engine.parameters == "auto":
         why = f"the model's files have {amount(size)}, and {amount(free)} are free"
-        (offloaded,) = map(bool, processes.agreed("where weights live", lambda: [not fit(size, free)]))
+        (offloaded,) = map(bool, processes.agreed("where weights live", lambda: [size > free // SHARE]))
     if not offloaded:
         return WeightPlacement(why)
-    return WeightPlacement(
-        why, memory_for_others(free // SHARE if engine.memory == "auto" else engine.memory)
-    )
+    memory = free // SHARE if engine.memory == "auto" else engine.memory  # for these weights and a chunk
+    return WeightPlacement(why, memory // SHARE)
 
 
 def weight_bytes(config: ModelConfig, base: Path) -> int:

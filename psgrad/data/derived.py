@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from psgrad.data.rows import Array, Block, Samples
+from psgrad.ragged import RowNumbers
 
 _STREAM = 0x5A3B1E  # of the seed's numbers, so that nothing else that is drawn by the seed is drawn alike
 
@@ -32,7 +33,7 @@ class DrawnSamples(Samples):
             setattr(self, name, getattr(samples, name))
         self._samples, self.rows, self.reading = samples, rows, samples.reading
 
-    def take(self, rows: Array) -> Block:
+    def take(self, rows: RowNumbers) -> Block:
         return self._samples.take(self.rows[self._existing(rows)])
 
     def anew(self) -> Samples:

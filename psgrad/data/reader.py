@@ -12,7 +12,7 @@ from psgrad.data.loss import Criterion
 from psgrad.data.rows import Array, Block, Samples
 from psgrad.data.targets import check_targets
 from psgrad.errors import UnreadableRow
-from psgrad.ragged import joined
+from psgrad.ragged import RowNumbers, joined
 from psgrad.run.input_files import require_unchanged
 
 
@@ -62,12 +62,12 @@ class CheckedReader:
         if self._known:
             check_targets(criterion, torch.as_tensor(samples.targets), classes, samples.row_name)
 
-    def __call__(self, start: int, stop: int) -> Block:
-        """The rows start, ..., stop - 1."""
-        return self.take(np.arange(start, stop))
+    def __len__(self) -> int:
+        return len(self.samples)
 
-    def take(self, rows: Array) -> Block:
+    def take(self, rows: RowNumbers) -> Block:
         """These rows, in this order."""
+        rows = np.asarray(rows)
         block = self._read(rows)
         if self.contents is not None:
             self.contents[rows] = digests(block)
@@ -105,10 +105,10 @@ class CheckedReader:
     def _one(self, row: int) -> Block:
         """A row, or one of NaN where it can't be read: as row 0, which was read when the data were loaded."""
         try:
-            return self.samples.read(row, row + 1)
+            return self.samples.take([row])
         except UnreadableRow as error:
             self.unreadable[row] = error.message
-        like = self.samples.read(0, 1)
+        like = self.samples.take([0])
         inputs = tuple(torch.full_like(x, torch.nan) if x.is_floating_point() else x for x in like.inputs)
         target = like.target if self.targets is None else torch.as_tensor(self.targets[row : row + 1])
         return replace(like, inputs=inputs, target=target)

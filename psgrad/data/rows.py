@@ -19,7 +19,7 @@ from psgrad.config import DataConfig
 from psgrad.data.columns import not_numbers
 from psgrad.errors import DataError
 from psgrad.ragged import Block as Block
-from psgrad.ragged import RaggedAxes
+from psgrad.ragged import RaggedAxes, RowNumbers
 from psgrad.run.input_files import Stamp
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Samples(ABC):
         ids: [n], text or int64, all different.
         targets: [n], int64 or float32, where the target is one number per row and cheap to read; else None.
         keywords: how the model calls its inputs; empty where it takes them by position.
-        ragged: which axes differ in length from row to row, where some do; `read` then gives blocks with
+        ragged: which axes differ in length from row to row, where some do; `take` then gives blocks with
             lengths.
         fingerprint: a SHA-256 that changes when the data does.
         units: [n], text or int64, whom each row belongs to, where a column for that was named; else None.
@@ -77,14 +77,10 @@ class Samples(ABC):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def read(self, start: int, stop: int) -> Block:
-        """The rows start, ..., stop - 1, which must exist. Raises DataError for one that can't be used."""
-        return self.take(np.arange(start, stop))
-
     @abstractmethod
-    def take(self, rows: Array) -> Block:
+    def take(self, rows: RowNumbers) -> Block:
         """Any rows, at least one, in the given order; [n] whole numbers, of which one may occur more than
-        once. Raises IndexError for a row that is not there, DataError as `read` does.
+        once. Raises IndexError for a row that is not there, DataError for one that can't be used.
         """
 
     def anew(self) -> Samples:
@@ -107,7 +103,7 @@ class Samples(ABC):
         digest.update(np.array(rows, dtype=np.int64).data)
         return digest.hexdigest()
 
-    def _existing(self, rows: Array) -> Array:
+    def _existing(self, rows: RowNumbers) -> Array:
         found = np.asarray(rows, dtype=np.int64)
         if found.ndim != 1 or not len(found) or found.min() < 0 or found.max() >= len(self):
             raise IndexError(

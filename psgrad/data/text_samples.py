@@ -25,7 +25,7 @@ from psgrad.data.tasks.task import TARGET, EncodedRow, Field, TextRows, TextTask
 from psgrad.data.tokenizer import load_tokenizer
 from psgrad.errors import ConfigError
 from psgrad.models.pretrained import Pretrained
-from psgrad.ragged import RaggedAxes, padded_and_stacked
+from psgrad.ragged import RaggedAxes, RowNumbers, padded_and_stacked
 
 _TASKS: Mapping[Task, type[TextTask]] = {
     "sequence-classification": SequenceClassification,
@@ -95,7 +95,7 @@ class TextSamples(Samples):
         ids, units = ids_and_units(config, unit, rows.count, lambda name: rows.column(name).to_pandas())
         super().__init__(ids, targets, _fingerprint(rows, task), units)
 
-    def take(self, rows: Array) -> Block:
+    def take(self, rows: RowNumbers) -> Block:
         numbers = self._existing(rows).tolist()
         made = self._made([row for row in dict.fromkeys(numbers) if row not in self._kept], numbers)
         encoded = [made[row] if row in made else self._of_kept(row) for row in numbers]

@@ -15,8 +15,7 @@ from tests.workplace import CLASSES, Workplace
 
 def features(rows: torch.Tensor, lengths: torch.Tensor | None = None) -> Any:
     ragged = None if lengths is None else RaggedAxes((((0, 0),), ()), (0, 0), True)
-    block = Block((rows,), None, lengths, ragged)
-    return input_features(lambda start, stop: block.at(slice(start, stop)), len(rows))
+    return input_features(Block((rows,), None, lengths, ragged))
 
 
 def test_features_of_near_inputs_are_near_and_of_others_far() -> None:

@@ -68,7 +68,7 @@ def test_dp_step_does_not_reveal_a_member_to_one_with_the_seed_of_the_factory(
         """The clipped sum, if PyTorch's generator goes on where the factory left it."""
         streams = RecordStreams(
             setup.records,
-            run.reader.take,
+            run.reader,
             objective.loss,
             objective.params,
             lambda loss, read: run.stream(lambda _: None, loss, read),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,7 +191,7 @@ def test_private_error_where_records_draw_leaves_the_others_one_attempt(hostile:
 
     streams = RecordStreams(
         Records.of_rows(6),
-        take,
+        SimpleNamespace(take=take),  # type: ignore[arg-type]
         loss,
         params,
         lambda loss, read: Stream(loss, params, read),

@@ -123,12 +123,12 @@ class Only:
     def __init__(self, reader: CheckedReader, rows: np.ndarray) -> None:
         self.reader, self.samples, self.rows = reader, reader.samples, rows
 
-    def take(self, rows: np.ndarray) -> Any:
-        assert np.isin(rows, self.rows).all(), "a row that did not change was read"
-        return self.reader.take(rows)
+    def __len__(self) -> int:
+        return len(self.reader)
 
-    def __call__(self, start: int, stop: int) -> Any:
-        return self.take(np.arange(start, stop))
+    def take(self, rows: Any) -> Any:
+        assert np.isin(np.asarray(rows), self.rows).all(), "a row that did not change was read"
+        return self.reader.take(rows)
 
 
 def test_of_the_training_data_only_changed_rows_are_read_with_an_index(place: Place) -> None:
@@ -143,7 +143,7 @@ def test_of_the_training_data_only_changed_rows_are_read_with_an_index(place: Pl
     assert index is not None
     added, removed = np.r_[5:15, ROWS - 5 : ROWS + 7], np.r_[0:5, 10:20]
     after: Any = Only(setup.run.reader, added)
-    views = [replace(view, training=replace(view.training, read=after)) for view in setup.views]
+    views = [replace(view, training=replace(view.training, rows=after)) for view in setup.views]
     setup = replace(setup, run=replace(setup.run, reader=after), views=views)
     old: Any = Only(before, removed)
     rows = ChangedRows(old, added, removed, index)

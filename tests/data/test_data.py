@@ -38,7 +38,7 @@ def load(folder: Path, name: str, **options: Any) -> Samples:
 
 def error(folder: Path, name: str, kind: type[PsgradError] = DataError, **options: Any) -> str:
     with pytest.raises(kind) as caught:
-        load(folder, name, **options).read(0, 1)
+        load(folder, name, **options).take(range(1))
     return str(caught.value)
 
 
@@ -79,7 +79,7 @@ def write_all_formats(folder: Path) -> None:
 def test_arrays_come_back_in_blocks_of_any_size(tmp_path: Path, suffix: str, block: int) -> None:
     write_all_formats(tmp_path)
     samples = load(tmp_path, f"data.{suffix}", inputs=["pixels", "tokens"], target="label", id="uid")
-    blocks = [samples.read(start, min(start + block, ROWS)) for start in range(0, ROWS, block)]
+    blocks = [samples.take(range(start, min(start + block, ROWS))) for start in range(0, ROWS, block)]
     pixels, tokens = (torch.cat(parts) for parts in zip(*(one.inputs for one in blocks), strict=True))
 
     assert len(samples) == ROWS
@@ -100,7 +100,7 @@ def test_targets_with_axes_are_not_held(tmp_path: Path) -> None:
     write_all_formats(tmp_path)
     for suffix in ("npz", "parquet", "safetensors"):
         samples = load(tmp_path, f"data.{suffix}", inputs="pixels", target="tokens")
-        block = samples.read(2, 4)
+        block = samples.take(range(2, 4))
         assert samples.targets is None
         assert block.target.tolist() == TOKENS[2:4].tolist()
 
@@ -113,7 +113,7 @@ def test_types_of_numbers(tmp_path: Path) -> None:
         "flag": np.array([True, False]),
     }
     samples = load(tmp_path, write_npz(tmp_path, **columns), inputs=list(columns))
-    half, wide, small, flag = samples.read(0, 2).inputs
+    half, wide, small, flag = samples.take(range(2)).inputs
     assert [tensor.dtype for tensor in (half, wide, small, flag)] == [
         torch.float32,
         torch.float32,
@@ -126,7 +126,7 @@ def test_types_of_numbers(tmp_path: Path) -> None:
 
 def test_bfloat16_safetensors(tmp_path: Path) -> None:
     save_file({"x": torch.ones(3, 2, dtype=torch.bfloat16)}, tmp_path / "data.safetensors")
-    assert load(tmp_path, "data.safetensors", inputs="x").read(1, 3).inputs[0].dtype == torch.float32
+    assert load(tmp_path, "data.safetensors", inputs="x").take(range(1, 3)).inputs[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -135,16 +135,16 @@ def test_scalar_columns_become_one_vector_and_a_bare_name_a_scalar(tmp_path: Pat
     frame.to_csv(tmp_path / "data.csv", index=False)
     frame.to_parquet(tmp_path / "data.parquet")
 
-    vector = load(tmp_path, f"data.{suffix}", inputs=["a", "b"], target="y").read(1, 3).inputs
+    vector = load(tmp_path, f"data.{suffix}", inputs=["a", "b"], target="y").take(range(1, 3)).inputs
     assert [tensor.tolist() for tensor in vector] == [[[2.0, 1.5], [3.0, 2.5]]]
-    scalar = load(tmp_path, f"data.{suffix}", inputs="a").read(1, 3).inputs
+    scalar = load(tmp_path, f"data.{suffix}", inputs="a").take(range(1, 3)).inputs
     assert [tensor.tolist() for tensor in scalar] == [[2, 3]]
-    assert load(tmp_path, f"data.{suffix}", inputs=["a"]).read(0, 3).inputs[0].shape == (3, 1)
+    assert load(tmp_path, f"data.{suffix}", inputs=["a"]).take(range(3)).inputs[0].shape == (3, 1)
 
 
 def test_a_list_column_among_scalars_makes_a_tensor_of_each(tmp_path: Path) -> None:
     name = write_parquet(tmp_path, {"a": [1.0, 2.0], "v": [[1, 2], [3, 4]]})
-    assert [tensor.shape for tensor in load(tmp_path, name, inputs=["a", "v"]).read(0, 2).inputs] == [
+    assert [tensor.shape for tensor in load(tmp_path, name, inputs=["a", "v"]).take(range(2)).inputs] == [
         (2,),
         (2, 2),
     ]
@@ -161,7 +161,7 @@ def test_parquet_fixed_size_lists_and_categories(tmp_path: Path) -> None:
         rows_per_group=2,
     )
     samples = load(tmp_path, name, inputs="v", target="y", id="id")
-    assert samples.read(1, 4).inputs[0].shape == (3, 2)
+    assert samples.take(range(1, 4)).inputs[0].shape == (3, 2)
     assert samples.ids.tolist() == list("abcde")
     assert samples.targets.tolist() == [0, 1, 0, 1, 2]
 
@@ -172,7 +172,7 @@ def test_an_empty_cell_among_fractions_is_nan(tmp_path: Path) -> None:
     frame.to_csv(tmp_path / "data.csv", index=False)
     for suffix in ("parquet", "csv"):
         samples = load(tmp_path, f"data.{suffix}", inputs=["a"], target="y")
-        assert samples.read(0, 3).inputs[0].isnan().flatten().tolist() == [False, True, False]
+        assert samples.take(range(3)).inputs[0].isnan().flatten().tolist() == [False, True, False]
         assert np.isnan(samples.targets).tolist() == [False, False, True]
 
 
@@ -182,7 +182,7 @@ def test_an_empty_cell_among_fractions_is_nan(tmp_path: Path) -> None:
 def taken(samples: Samples, rows: list[int]) -> tuple[list[Tensor], Tensor | None]:
     """The rows as `take` gives them, after a look at each of them as `read` does."""
     block = samples.take(np.array(rows))
-    alone = [samples.read(row, row + 1) for row in rows]
+    alone = [samples.take([row]) for row in rows]
     for place, values in enumerate(block.inputs):
         expected = torch.cat([one.inputs[place] for one in alone])
         assert values.dtype == expected.dtype
@@ -284,7 +284,7 @@ def test_csv_with_all_its_oddities(tmp_path: Path) -> None:
     samples = load(tmp_path, write_csv(tmp_path, text), inputs=["a", "the b"], target="y", id="id")
 
     assert samples.ids.tolist() == ["007", "8"]
-    vectors = samples.read(0, 2).inputs[0]
+    vectors = samples.take(range(2)).inputs[0]
     torch.testing.assert_close(vectors, torch.tensor([[1, 1e-3], [-2, float("nan")]]), equal_nan=True)
     assert samples.targets.tolist() == [1, 2]
 
@@ -300,7 +300,7 @@ def test_csv_types_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.M
     assert samples.ids.tolist() == [row.split(",")[0] for row in rows]
     assert samples.targets.dtype == np.int64
     values = torch.cat(
-        [samples.read(start, min(start + 7, 52)).inputs[0] for start in range(0, 52, 7)]
+        [samples.take(range(start, min(start + 7, 52))).inputs[0] for start in range(0, 52, 7)]
     ).flatten()
     assert values.tolist() == [*map(float, range(50)), 0.5, 51.0]
 
@@ -551,7 +551,7 @@ def factory(tmp_path: Path) -> Any:
 
 
 def shapes(samples: Samples) -> tuple[list[Any], Any]:
-    block = samples.read(0, 2)
+    block = samples.take(range(2))
     return [list(tensor.shape) for tensor in block.inputs], (
         None if block.target is None else block.target.tolist()
     )
@@ -560,7 +560,7 @@ def shapes(samples: Samples) -> tuple[list[Any], Any]:
 def test_items_that_are_tuples(factory: Any) -> None:
     pairs = factory("pairs")
     assert shapes(pairs) == ([[2, 2]], [0, 1])
-    assert pairs.read(1, 3).inputs[0].tolist() == [[2.0, 3.0], [4.0, 5.0]]
+    assert pairs.take(range(1, 3)).inputs[0].tolist() == [[2.0, 3.0], [4.0, 5.0]]
     assert (pairs.ids.tolist(), pairs.targets) == ([0, 1, 2], None)
     assert shapes(factory("triples")) == ([[2, 2], [2]], [0, 1])
     assert shapes(factory("alone")) == ([[2, 2]], None)
@@ -568,7 +568,7 @@ def test_items_that_are_tuples(factory: Any) -> None:
 
 def test_items_that_are_dicts(factory: Any) -> None:
     samples = factory("dicts", inputs=["x", "m"], target="y", id="name")
-    block = samples.read(0, 3)
+    block = samples.take(range(3))
     assert [tensor.dtype for tensor in block.inputs] == [torch.int64, torch.bool]
     assert isinstance(block.target, Tensor)
     assert block.target.dtype == torch.float32
@@ -608,7 +608,7 @@ def test_datasets_that_can_not_be_used(
     factory: Any, name: str, kind: type[PsgradError], expected: str
 ) -> None:
     with pytest.raises(kind) as caught:
-        factory(name).read(0, 3)
+        factory(name).take(range(3))
     assert expected in str(caught.value)
 
 

@@ -44,7 +44,7 @@ def load(folder: Path, pretrained: Pretrained | None = None, **options: Any) -> 
 
 def error(folder: Path, kind: type[PsgradError] = DataError, rows: int = 1, **options: Any) -> str:
     with pytest.raises(kind) as caught:
-        load(folder, **options).read(0, rows)
+        load(folder, **options).take(range(rows))
     return str(caught.value)
 
 
@@ -69,7 +69,7 @@ def test_a_folder_for_each_class(folder: Path) -> None:
     assert samples.class_names == ("cat", "dog")
     assert samples.ids.tolist() == ["cat/c.png", "dog/a2.png", "dog/b1.png"]
     assert samples.notes[0] == "label: labels in sorted order: 0 cat, 1 dog"
-    block = samples.read(0, 3)
+    block = samples.take(range(3))
     assert block.target.tolist() == [0, 1, 1]
     for row, name in enumerate(("cat/c", "dog/a2", "dog/b1")):
         values = np.asarray(Image.open(folder / "images" / f"{name}.png"))
@@ -95,7 +95,7 @@ def test_table_in_a_folder_of_images_is_read_in_place_of_the_folder(folder: Path
     assert samples.ids.tolist() == ["u0", "u1"]
     assert samples.targets.tolist() == [2, 0]
     values = np.asarray(Image.open(folder / "images" / "cat" / "c.png"))
-    assert torch.equal(samples.read(1, 2).inputs[0][0], expected(values))
+    assert torch.equal(samples.take(range(1, 2)).inputs[0][0], expected(values))
 
 
 @pytest.mark.parametrize("stored", ["path", "bytes", "struct", "struct of a path"])
@@ -111,13 +111,13 @@ def test_columns_of_images(tmp_path: Path, stored: str) -> None:
     }[stored]
     pq.write_table(pa.table({"image": column, "y": [0, 1, 0], "w": [1.0, 2.0, 3.0]}), tmp_path / "a.parquet")
     samples = load(tmp_path, path="a.parquet", image="image", target="y", weight="w")
-    assert torch.equal(samples.read(0, 3).inputs[0], torch.stack([expected(each) for each in images]))
-    assert samples.read(0, 3).inputs[1].tolist() == [1.0, 2.0, 3.0]
+    assert torch.equal(samples.take(range(3)).inputs[0], torch.stack([expected(each) for each in images]))
+    assert samples.take(range(3)).inputs[1].tolist() == [1.0, 2.0, 3.0]
     both = load(
         tmp_path, path="a.parquet", image="image", inputs={"pixel_values": "image", "scale": "w"}, target="y"
     )
     assert both.keywords == ("pixel_values", "scale")
-    assert [list(x.shape) for x in both.read(0, 2).inputs] == [[2, 3, 8, 8], [2]]
+    assert [list(x.shape) for x in both.take(range(2)).inputs] == [[2, 3, 8, 8], [2]]
 
 
 def test_images_of_the_datasets_library(folder: Path) -> None:
@@ -127,7 +127,7 @@ def test_images_of_the_datasets_library(folder: Path) -> None:
     kinds = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"]))
     datasets.Dataset.from_dict(rows, kinds).save_to_disk(folder / "set")
     samples = load(folder, dataset="set", image="image", target="label")
-    assert torch.equal(samples.read(0, 1).inputs[0][0], expected(np.asarray(Image.open(paths[0]))))
+    assert torch.equal(samples.take(range(1)).inputs[0][0], expected(np.asarray(Image.open(paths[0]))))
     assert samples.class_names == ("a", "b")
 
 
@@ -148,7 +148,7 @@ def test_images_are_read_when_their_row_is(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(samples_of_images, "decoded", lambda *args: loads.append(args[0]) or decode(*args))
     samples = load(folder, images="images")
     loads.clear()
-    samples.read(1, 2)
+    samples.take(range(1, 2))
     assert len(loads) == 1
 
 
@@ -157,15 +157,15 @@ def test_images_are_read_when_their_row_is(folder: Path, monkeypatch: pytest.Mon
 
 def test_an_image_that_is_changed_between_two_passes_is_named(folder: Path) -> None:
     samples = load(folder, images="images")
-    before = samples.read(0, 2).inputs[0]
+    before = samples.take(range(2)).inputs[0]
     file = sorted(folder.rglob("*.png"))[1]
     content = file.read_bytes()
     save(file, 255 - pixels())
-    assert torch.equal(samples.read(0, 1).inputs[0], before[:1])
+    assert torch.equal(samples.take(range(1)).inputs[0], before[:1])
     with pytest.raises(DataError, match=f"{file.name}.* was changed while the run read it"):
-        samples.read(0, 2)
+        samples.take(range(2))
     file.write_bytes(content)
-    assert torch.equal(samples.read(0, 2).inputs[0], before)
+    assert torch.equal(samples.take(range(2)).inputs[0], before)
 
 
 def test_a_folder_is_listed_in_order_with_links_to_classes_and_without_hidden_files(tmp_path: Path) -> None:
@@ -186,11 +186,11 @@ def test_a_folder_is_listed_in_order_with_links_to_classes_and_without_hidden_fi
 def test_size_crop_mean_and_std(tmp_path: Path) -> None:
     values = save(tmp_path / "images" / "a" / "0.png", pixels(20, 30))
     steps = {"size": 10, "crop": [6, 8], "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4]}
-    found = load(tmp_path, images="images", **steps).read(0, 1).inputs[0][0]
+    found = load(tmp_path, images="images", **steps).take(range(1)).inputs[0][0]
     small = np.asarray(Image.fromarray(values).resize((15, 10), Image.Resampling.BILINEAR))[2:8, 3:11]
     wanted = (small / 255 - np.array(steps["mean"])) / np.array(steps["std"])
     np.testing.assert_allclose(found.numpy(), wanted.transpose(2, 0, 1), rtol=1e-5, atol=1e-6)
-    exact = load(tmp_path, images="images", size=[4, 5]).read(0, 1).inputs[0]
+    exact = load(tmp_path, images="images", size=[4, 5]).take(range(1)).inputs[0]
     assert list(exact.shape) == [1, 3, 4, 5]
 
 
@@ -207,7 +207,7 @@ def test_a_pretrained_models_own_processor(folder: Path) -> None:
     paths = ["cat/c.png", "dog/a2.png", "dog/b1.png"]
     images = [Image.open(folder / "images" / path) for path in paths]
     oracle = processor.from_pretrained(folder / "model", backend="pil")(images=images, return_tensors="pt")
-    assert torch.equal(samples.read(0, 3).inputs[0], oracle["pixel_values"])
+    assert torch.equal(samples.take(range(3)).inputs[0], oracle["pixel_values"])
     with pytest.raises(ConfigError, match="a pretrained model's own image processor prepares its images"):
         load(folder, pretrained, images="images", size=[8, 8])
     (folder / "model" / "preprocessor_config.json").unlink()
@@ -248,7 +248,7 @@ def test_modes_become_colours_in_a_said_way(tmp_path: Path) -> None:
     deep = GENERATOR.integers(0, 65536, (8, 8), dtype=np.uint16)
     save(place / "4.png", deep)
     samples = load(tmp_path, images="images")
-    found = samples.read(0, 5).inputs[0]
+    found = samples.take(range(5)).inputs[0]
     assert torch.equal(found[0], expected(colour))
     assert torch.equal(found[1], expected(np.repeat(grey, 3, axis=2)))
     white = clear[..., :3] * 0.2 + 255 * 0.8
@@ -259,11 +259,11 @@ def test_modes_become_colours_in_a_said_way(tmp_path: Path) -> None:
 
 def test_grey_images_have_one_channel_unless_one_has_colours(tmp_path: Path) -> None:
     grey = save(tmp_path / "images" / "a" / "0.png", pixels(channels=1))
-    found = load(tmp_path, images="images").read(0, 1).inputs[0]
+    found = load(tmp_path, images="images").take(range(1)).inputs[0]
     assert torch.equal(found[0], expected(grey))
     save(tmp_path / "images" / "a" / "1.png", pixels())
-    assert list(load(tmp_path, images="images").read(0, 2).inputs[0].shape) == [2, 3, 8, 8]
-    assert list(load(tmp_path, images="images", mean=[0.5, 0.5, 0.5]).read(0, 2).inputs[0].shape) == [
+    assert list(load(tmp_path, images="images").take(range(2)).inputs[0].shape) == [2, 3, 8, 8]
+    assert list(load(tmp_path, images="images", mean=[0.5, 0.5, 0.5]).take(range(2)).inputs[0].shape) == [
         2,
         3,
         8,
@@ -293,10 +293,10 @@ def test_paths_that_are_not_there_and_rows_without_an_image(tmp_path: Path) -> N
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     samples = load(tmp_path, path="a.jsonl", image="image", target="y")
     with pytest.raises(DataError) as caught:
-        samples.read(1, 2)
+        samples.take(range(1, 2))
     assert f"the image {tmp_path / '1.png'} in row 1 can't be read" in str(caught.value)
     with pytest.raises(DataError, match=r"row 2 has no image; expected the path of an image"):
-        samples.read(2, 3)
+        samples.take(range(2, 3))
 
 
 def test_images_of_unequal_size(tmp_path: Path) -> None:
@@ -337,4 +337,4 @@ def test_what_timm_says_of_a_models_images(folder: Path) -> None:
     samples = load_data(DataConfig(images="images"), folder, criterion=criterion, trained_on=said)
     values = np.asarray(Image.open(folder / "images" / "cat" / "c.png"))[2:6, 2:6]  # 4 / 0.5 is its own size
     wanted = expected(values) - torch.tensor([0.1, 0.2, 0.3])[:, None, None]
-    torch.testing.assert_close(samples.read(0, 1).inputs[0][0], wanted)
+    torch.testing.assert_close(samples.take(range(1)).inputs[0][0], wanted)

@@ -52,7 +52,7 @@ def test_a_folder_of_one_dataset(tmp_path: Path) -> None:
     assert rows.place(3) == "the dataset set, row 3"
     samples = load_data(DataConfig(dataset="set", inputs="x", target="label"), tmp_path)
     assert samples.class_names == ("neg", "pos")
-    assert samples.read(0, 2).inputs[0].tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    assert samples.take(range(2)).inputs[0].tolist() == [[0.0, 0.0], [1.0, 1.0]]
     assert samples.ragged is not None
 
 
@@ -71,7 +71,7 @@ def test_labels_with_names_in_another_order_than_the_classes_are_refused(tmp_pat
         assert "align_labels_with_mapping" in str(caught.value)
     for known in (names.names, ["nobody", "knows", "these"]):
         config = DataConfig(dataset="set", inputs="x", target="label", class_names=known)
-        assert load_data(config, tmp_path).read(0, 3).target.tolist() == [0, 1, 0]  # type: ignore[union-attr]
+        assert load_data(config, tmp_path).take(range(3)).target.tolist() == [0, 1, 0]  # type: ignore[union-attr]
 
 
 def test_splits_of_a_folder(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def load(folder: Path, path: str, loss: str = "cross_entropy", **options: Any) -
 
 def error(folder: Path, path: str, kind: type[PsgradError] = DataError, **options: Any) -> str:
     with pytest.raises(kind) as caught:
-        load(folder, path, **options).read(0, 1)
+        load(folder, path, **options).take(range(1))
     return str(caught.value)
 
 
@@ -115,7 +115,7 @@ LISTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9]]
 def test_lists_of_unequal_length_are_padded_and_keep_their_lengths(tmp_path: Path, suffix: str) -> None:
     name = write(tmp_path, suffix, ids=LISTS, y=[0, 1, 0, 1])
     samples = load(tmp_path, name, inputs="ids", target="y")
-    block = samples.read(1, 3)
+    block = samples.take(range(1, 3))
     assert block.inputs[0].tolist() == [[4, 0], [5, 6]]
     assert block.lengths.tolist() == [[1], [2]]
     assert samples.ragged.axes == (((0, 0),), ())
@@ -134,7 +134,7 @@ def test_columns_of_the_same_lengths_share_them_and_labels_are_padded_with_what_
     samples = load(tmp_path, name, "token_cross_entropy", inputs=["ids", "z", "more"], target="ids")
     assert samples.ragged.axes == (((0, 0),), ((0, 1),), ((0, 0),), ((0, 0),))
     assert samples.ragged.padding == (0, 0, 0, -100)
-    block = samples.read(0, 2)
+    block = samples.take(range(2))
     assert block.target.tolist() == [[1, 2, 3], [4, -100, -100]]
     assert block.inputs[2].tolist() == [[0.5, 1.0, 1.5], [2.0, 0.0, 0.0]]
 
@@ -144,14 +144,14 @@ def test_lists_of_lists_with_one_ragged_axis(tmp_path: Path) -> None:
     for suffix in ("jsonl", "parquet"):
         samples = load(tmp_path, write(tmp_path, suffix, x=rows, y=[0, 1]), inputs="x", target="y")
         assert samples.ragged.axes[0] == ((0, 0),)
-        assert samples.read(0, 2).inputs[0].tolist() == [[[1, 2], [0, 0]], [[3, 4], [5, 6]]]
+        assert samples.take(range(2)).inputs[0].tolist() == [[[1, 2], [0, 0]], [[3, 4], [5, 6]]]
 
 
 @LISTS_IN
 def test_lists_of_one_length_are_not_ragged(tmp_path: Path, suffix: str) -> None:
     samples = load(tmp_path, write(tmp_path, suffix, x=[[1, 2], [3, 4]], y=[0, 1]), inputs="x", target="y")
     assert samples.ragged is None
-    assert samples.read(0, 2).lengths is None
+    assert samples.take(range(2)).lengths is None
 
 
 @LISTS_IN
@@ -175,9 +175,9 @@ def test_a_list_of_columns_of_numbers_is_one_tensor_and_a_mapping_one_of_each(
     tmp_path: Path, suffix: str
 ) -> None:
     name = write(tmp_path, suffix, a=[1, 2], b=[0.5, 1.5], y=[0, 1])
-    listed = load(tmp_path, name, inputs=["a", "b"]).read(0, 2).inputs
+    listed = load(tmp_path, name, inputs=["a", "b"]).take(range(2)).inputs
     assert [list(x.shape) for x in listed] == ([[2], [2]] if suffix == "npz" else [[2, 2]])
-    found = load(tmp_path, name, inputs={"a": "a", "b": "b"}).read(0, 2).inputs
+    found = load(tmp_path, name, inputs={"a": "a", "b": "b"}).take(range(2)).inputs
     assert [x.tolist() for x in found] == [[1, 2], [0.5, 1.5]]
 
 
@@ -186,7 +186,7 @@ def test_several_targets_are_one_tensor(tmp_path: Path, suffix: str) -> None:
     name = write(tmp_path, suffix, x=[1, 2], y=[3, 4], w=[0.5, 1.5])
     samples = load(tmp_path, name, "mse", inputs="x", target=["y", "w"])
     assert samples.targets is None
-    target = samples.read(0, 2).target
+    target = samples.take(range(2)).target
     assert target.tolist() == [[3.0, 0.5], [4.0, 1.5]]
 
 
@@ -198,7 +198,7 @@ def test_weights_are_the_last_input(tmp_path: Path, suffix: str) -> None:
     assert [x.tolist() for x in samples.take(np.array([1, 0])).inputs] == [[2, 1], [1.5, 0.5]]
     samples = load(tmp_path, name, "mse", inputs="x", target="y", weight="bad")
     with pytest.raises(DataError, match=r"the weight 'bad' is -1 in row 1.*; expected a finite number"):
-        samples.read(0, 3)
+        samples.take(range(3))
 
 
 # -- Items of a factory --------------------------------------------------------------------------------------
@@ -253,7 +253,9 @@ def made(folder: Path, name: str, **options: Any) -> Samples:
 def test_each_item_of_a_dataset_is_made_once(tmp_path: Path, identified: bool) -> None:
     samples = made(tmp_path, "counted", inputs="x", target="y", id="uid" if identified else None)
     before = samples.content(60)
-    blocks = [samples.read(start, start + 7) for start in range(0, 56, 7)] + [samples.read(56, 60)]
+    blocks = [samples.take(range(start, start + 7)) for start in range(0, 56, 7)] + [
+        samples.take(range(56, 60))
+    ]
     assert torch.cat([block.inputs[0] for block in blocks])[:, 0].tolist() == list(range(60))
     assert sorted(samples._dataset.calls) == list(range(60))  # type: ignore[attr-defined]
     assert samples.content(60) == before
@@ -266,7 +268,7 @@ def test_each_item_of_a_dataset_is_made_once(tmp_path: Path, identified: bool) -
 def test_items_of_unequal_length_are_padded(tmp_path: Path) -> None:
     samples = made(tmp_path, "ragged")
     assert samples.ragged.axes == (((0, 0),), (), ())
-    block = samples.read(1, 4)
+    block = samples.take(range(1, 4))
     assert block.inputs[0].tolist() == [[0, 1, 0], [0, 1, 2], [0, 0, 0]]
     assert block.lengths.tolist() == [[2], [3], [1]]
     assert (block.target.tolist(), block.target.dtype) == ([1, 0, 1], torch.int64)
@@ -275,10 +277,10 @@ def test_items_of_unequal_length_are_padded(tmp_path: Path) -> None:
 def test_an_item_that_can_not_be_read_is_an_error_of_its_row(tmp_path: Path) -> None:
     broken = made(tmp_path, "broken")
     assert len(broken.content()) == 64
-    assert len(broken.read(0, 5).inputs[0]) == 5
+    assert len(broken.take(range(5)).inputs[0]) == 5
     with pytest.raises(DataError, match=r"row 5 of .* raised OSError: the picture is gone"):
-        broken.read(5, 8)
-    assert len(broken.read(6, 10).inputs[0]) == 4
+        broken.take(range(5, 8))
+    assert len(broken.take(range(6, 10)).inputs[0]) == 4
 
 
 def test_items_with_names_weights_and_lengths(tmp_path: Path) -> None:
@@ -286,7 +288,7 @@ def test_items_with_names_weights_and_lengths(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the target 'y' in row 0 of .* is 'b', the name of a class"):
         made(tmp_path, "named", inputs=inputs, target="y")
     samples = made(tmp_path, "named", inputs=inputs, target="y", weight="w", class_names=["a", "b"])
-    block = samples.read(0, 2)
+    block = samples.take(range(2))
     assert [x.tolist() for x in block.inputs] == [[[0.5], [0.5]], [1, 2], [2.0, 2.0]]
     assert samples.keywords == ("x", "n")
     assert samples.weighted
@@ -298,7 +300,7 @@ def test_items_with_names_weights_and_lengths(tmp_path: Path) -> None:
 def test_a_library_dataset_that_a_factory_returns(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     samples = made(tmp_path, "library", inputs="x", target="y")
-    block = samples.read(0, 2)
+    block = samples.take(range(2))
     assert block.inputs[0].tolist() == [[1.0, 2.0], [3.0, 0.0]]
     assert samples.class_names == ("no", "yes")
     assert samples.targets.tolist() == [0, 1, 0]

@@ -73,7 +73,7 @@ def test_rows_of_columns_of_any_type(tmp_path: Path, name: str) -> None:
 
 def test_texts_in_csv_keep_their_blanks_and_ids_their_spelling(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text('text,y,uid\n a ,1, 007 \n"b, c",0,8\n,1,9\n')
-    table = opened(tmp_path, "data.csv", text="text", target="y", id="uid").read(0, 3)
+    table = opened(tmp_path, "data.csv", text="text", target="y", id="uid").take(range(3))
     assert table.column("text").to_pylist() == [" a ", "b, c", ""]
     assert table.column("uid").to_pylist() == [" 007 ", "8", "9"]
     assert table.column("y").type == pa.int64()
@@ -163,7 +163,7 @@ def test_jsonl_of_other_systems_has_the_same_rows(change: str, tmp_path: Path) -
     changed = {"byte order mark": b"\xef\xbb\xbf" + lines, "CRLF": lines.replace(b"\n", b"\r\n")}
     (tmp_path / "data.jsonl").write_bytes(changed.get(change, lines.rstrip()))
     samples = load_data(DataConfig(path=Path("data.jsonl"), inputs="x", target="y"), tmp_path)
-    assert samples.read(0, 2).inputs[0].tolist() == [1, 2]
+    assert samples.take(range(2)).inputs[0].tolist() == [1, 2]
     assert samples.class_names == ("a", "b")
 
 
@@ -275,7 +275,7 @@ def test_many_files_are_one_dataset(tmp_path: Path, name: str) -> None:
     for path, expected in ((Path(name), x), (listed, [7.0, 8.0, 9.0, 1.0, 2.0])):
         rows = opened(tmp_path, path, inputs="x", target="y")
         assert rows.column("x").to_pylist() == expected
-        assert rows.read(1, 5).column("x").to_pylist() == expected[1:5]
+        assert rows.take(range(1, 5)).column("x").to_pylist() == expected[1:5]
         places = np.array([4, 0, 3, 4])
         assert rows.take(places).column("x").to_pylist() == [expected[place] for place in places]
         samples = load_data(DataConfig(path=path, inputs="x", target="y"), tmp_path)
@@ -293,7 +293,7 @@ def test_a_file_without_rows_among_others(tmp_path: Path, name: str) -> None:
     if name.endswith("jsonl"):
         (tmp_path / "part-1.jsonl").write_text("\n\n")
     config = DataConfig(path=Path(name), inputs="x", target="y")
-    assert load_data(config, tmp_path).read(0, 2).inputs[0].tolist() == [0.5, 2.5]
+    assert load_data(config, tmp_path).take(range(2)).inputs[0].tolist() == [0.5, 2.5]
     write_parts(tmp_path, name, [empty, empty, empty])
     for number in range(3 if name.endswith("jsonl") else 0):
         (tmp_path / f"part-{number}.jsonl").write_text("\n")

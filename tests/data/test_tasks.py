@@ -20,14 +20,14 @@ CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content":
 
 
 def target_of(*arguments: Any, **options: Any) -> torch.Tensor:
-    target = samples_of(*arguments, **options).read(0, 1).target
+    target = samples_of(*arguments, **options).take(range(1)).target
     return target[0]
 
 
 def test_completion_begins_at_the_token_with_its_first_character(tmp_path: Path) -> None:
     row = {"p": "the c", "c": "at sat"}  # one token has characters of both
     samples = samples_of(tmp_path, "causal-lm", [row], kind="gpt", prompt="p", completion="c")
-    block = samples.read(0, 1)
+    block = samples.take(range(1))
     ids, target = block.inputs[0][0].tolist(), block.target[0].tolist()
     counted = [place + 1 for place, label in enumerate(target) if label != -100]
     assert counted == list(range(counted[0], len(ids)))
@@ -56,7 +56,7 @@ def test_chat_labels_are_the_tokens_of_the_assistant(marked: bool, tmp_path: Pat
     samples = samples_of(
         tmp_path, "causal-lm", rows, kind="gpt", options={"chat_template": template}, messages="m"
     )
-    target = samples.read(0, 1).target
+    target = samples.take(range(1)).target
     labels = [int(label) for label in target[0] if label != -100]
     said = text_of(samples, labels)
     assert said.replace("\n", "") == "sat</s>ran</s>"
@@ -126,7 +126,7 @@ def test_chat_keys_of_other_rows_are_not_there_for_the_template(tmp_path: Path) 
         tmp_path, "causal-lm", rows, kind="gpt", options={"chat_template": template}, messages="m"
     )
     for row, has_word in enumerate((False, True)):
-        target = samples.read(row, row + 1).target
+        target = samples.take([row]).target
         labels = [int(label) for label in target[0] if label != -100]
         assert ("film" in text_of(samples, labels)) == has_word
 
@@ -142,8 +142,8 @@ def test_chats_of_another_form_are_reported_how_to_rename_their_keys(tmp_path: P
 def test_masked_tokens_are_the_same_each_time_and_15_percent(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     rows = [{"t": " ".join(draw.permutation(TEXT.split() * 4))} for _ in range(200)]
-    first = samples_of(tmp_path, "masked-lm", rows, text="t").read(0, 200)
-    again = samples_of(tmp_path, "masked-lm", rows[100:], text="t").read(0, 100)
+    first = samples_of(tmp_path, "masked-lm", rows, text="t").take(range(200))
+    again = samples_of(tmp_path, "masked-lm", rows[100:], text="t").take(range(100))
     assert torch.equal(first.target[100:], again.target)
     ids, hidden = first.inputs[0], first.target != -100
     words = (ids > 3) | hidden  # neither padding nor [CLS] and [SEP]
@@ -250,7 +250,7 @@ def test_several_labels_become_ones_and_zeros(tmp_path: Path) -> None:
     found = samples_of(
         tmp_path, "sequence-classification", rows(["odd", "dull"], [], ["fine"]), config=config, **CLASSIFY
     )
-    target = found.read(0, 3).target
+    target = found.take(range(3)).target
     assert torch.equal(target, torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 0]]))
     said = refusal_of(DataError, tmp_path, "sequence-classification", rows("odd"), **CLASSIFY)
     assert "expected lists of labels: the model's problem_type is multi_label_classification" in said

@@ -27,9 +27,9 @@ def made(folder: Path, **options: object) -> Samples:
 
 def test_rows_are_the_same_read_in_any_parts(tmp_path: Path) -> None:
     samples = made(tmp_path)
-    whole = samples.read(0, len(ROWS))
+    whole = samples.take(range(len(ROWS)))
     rows = np.array([BLOCK + 3, 1, BLOCK - 1, 1])
-    for part, places in ((samples.take(rows), rows), (samples.read(BLOCK - 2, BLOCK + 2), None)):
+    for part, places in ((samples.take(rows), rows), (samples.take(range(BLOCK - 2, BLOCK + 2)), None)):
         expected = whole.at(np.arange(BLOCK - 2, BLOCK + 2) if places is None else places)
         assert all(torch.equal(a, b) for a, b in zip(part.inputs, expected.inputs, strict=True))
         assert torch.equal(part.target, expected.target)
@@ -39,18 +39,18 @@ def test_rows_are_the_same_read_in_any_parts(tmp_path: Path) -> None:
 
 def test_digest_of_a_row_leaves_padding_out(tmp_path: Path) -> None:
     samples = made(tmp_path)
-    alone = [digests(samples.read(row, row + 1))[0] for row in range(4)]
-    assert digests(samples.read(0, 4)) == alone
+    alone = [digests(samples.take([row]))[0] for row in range(4)]
+    assert digests(samples.take(range(4))) == alone
     assert len(set(alone)) == 4
 
 
 def test_tokens_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = made(tmp_path)
-    first = samples.read(0, len(ROWS))
+    first = samples.take(range(len(ROWS)))
     monkeypatch.setattr(CausalLM, "encode", None)
-    assert torch.equal(first.inputs[0], samples.read(0, len(ROWS)).inputs[0])
+    assert torch.equal(first.inputs[0], samples.take(range(len(ROWS))).inputs[0])
     with pytest.raises(TypeError):
-        made(tmp_path).read(0, 1)
+        made(tmp_path).take(range(1))
 
 
 def test_fingerprint_covers_files_tokenizer_template_and_options(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_fingerprint_covers_files_tokenizer_template_and_options(tmp_path: Path)
 def test_text_of_rows_and_of_tokens(tmp_path: Path) -> None:
     samples = made(tmp_path)
     assert samples.describe(2) == ROWS[2]["t"]
-    assert text_of(samples, samples.read(2, 3).inputs[0][0].tolist()) == ROWS[2]["t"]
+    assert text_of(samples, samples.take(range(2, 3)).inputs[0][0].tolist()) == ROWS[2]["t"]
     assert text_of(samples, [-100]) == ""
     assert samples.input_names == ("input_ids", "attention_mask")
 
@@ -76,7 +76,7 @@ def test_text_of_rows_and_of_tokens(tmp_path: Path) -> None:
 def test_weights_of_rows_are_the_last_input(tmp_path: Path) -> None:
     samples = made(tmp_path, weight="w")
     assert samples.weighted
-    assert samples.read(4, 6).inputs[-1].tolist() == [1.0, 1.25]
+    assert samples.take(range(4, 6)).inputs[-1].tolist() == [1.0, 1.25]
     rows = [{"t": "the cat", "w": -1.0}]
     said = refusal_of(DataError, tmp_path, "causal-lm", rows, text="t", weight="w")
     assert "the weight 'w' is -1 in row 0" in said

@@ -37,7 +37,7 @@ def test_tokenizer_of_another_folder(tmp_path: Path) -> None:
     tiny_model(TASK, tmp_path / "model")
     tiny_tokenizer(tmp_path / "words", kind="t5")
     samples = samples_of(tmp_path, TASK, ROWS, text="t", tokenizer="words")
-    assert samples.read(1, 2).inputs[0][0, -1] == 6  # </s>, which the tokenizer puts at the end
+    assert samples.take(range(1, 2)).inputs[0][0, -1] == 6  # </s>, which the tokenizer puts at the end
     said = refusal_of(ConfigError, tmp_path, TASK, ROWS, text="t", tokenizer="nobody/there")
     assert "data.tokenizer" in said
     assert "`hf download nobody/there` fetches it" in said
@@ -47,7 +47,7 @@ def test_rows_are_padded_with_the_end_token_where_there_is_no_pad_token(tmp_path
     config = {"architecture": "gpt2"}
     samples = samples_of(tmp_path, TASK, ROWS, text="t", kind="gpt", config=config)
     assert samples.notes == ("the tokenizer has no pad token: rows are padded with </s>",)
-    block = samples.read(0, 2)
+    block = samples.take(range(2))
     length = int(block.lengths[1])
     assert block.inputs[0][1, length:].unique().tolist() == [6]
     assert not block.inputs[1][1, length:].any()
@@ -55,8 +55,8 @@ def test_rows_are_padded_with_the_end_token_where_there_is_no_pad_token(tmp_path
 
 @pytest.mark.parametrize(("truncation", "kept"), [("right", slice(3)), ("left", slice(-3, None))])
 def test_long_rows_are_cut_at_one_end(truncation: str, kept: slice, tmp_path: Path) -> None:
-    whole = samples_of(tmp_path, TASK, ROWS, text="t", kind="gpt").read(0, 1).inputs[0][0]
-    cut = samples_of(tmp_path, TASK, ROWS, text="t", max_length=3, truncation=truncation).read(0, 1)
+    whole = samples_of(tmp_path, TASK, ROWS, text="t", kind="gpt").take(range(1)).inputs[0][0]
+    cut = samples_of(tmp_path, TASK, ROWS, text="t", max_length=3, truncation=truncation).take(range(1))
     assert cut.inputs[0][0].tolist() == whole[kept].tolist()
 
 
@@ -72,7 +72,7 @@ def test_rows_longer_than_the_models_positions_are_refused(
     said = refusal_of(ConfigError, tmp_path, "masked-lm", ROWS, text="t", max_length=limit + 1)
     assert f"data.max_length is {limit + 1}, and the model has {limit} positions" in said
     fits = samples_of(tmp_path, "masked-lm", ROWS, text="t", truncation="right")
-    assert fits.read(0, 1).inputs[0].shape == (1, limit)
+    assert fits.take(range(1)).inputs[0].shape == (1, limit)
 
 
 @pytest.mark.parametrize("task", ["sequence-classification", "causal-lm", "seq2seq-lm"])
@@ -86,12 +86,12 @@ def test_tokens_beyond_the_models_vocabulary_are_refused(task: str, tmp_path: Pa
 
 
 def test_largest_token_of_the_vocabulary_is_taken(tmp_path: Path) -> None:
-    ids = samples_of(tmp_path, TASK, ROWS, text="t").read(0, 1).inputs[0]
+    ids = samples_of(tmp_path, TASK, ROWS, text="t").take(range(1)).inputs[0]
     for size in (int(ids.max()) + 1, int(ids.max())):
         tiny_model(TASK, tmp_path / str(size) / "model", vocab_size=size)
         options = {"text": "t", "tokenizer": str(tmp_path / "model")}
         if size > ids.max():
-            block = samples_of(tmp_path / str(size), TASK, ROWS[:1], **options).read(0, 1)
+            block = samples_of(tmp_path / str(size), TASK, ROWS[:1], **options).take(range(1))
             assert block.inputs[0].tolist() == ids.tolist()
         else:
             assert "has the token" in refusal_of(DataError, tmp_path / str(size), TASK, ROWS[:1], **options)
@@ -108,4 +108,4 @@ def test_pad_token_that_the_model_has_no_embedding_for_is_not_used(tmp_path: Pat
     assert samples.notes == (
         "the model has no embedding for the pad token <PADDING>: rows are padded with </s>",
     )
-    assert int(samples.read(0, 2).inputs[0][1, -1]) == 6
+    assert int(samples.take(range(2)).inputs[0][1, -1]) == 6

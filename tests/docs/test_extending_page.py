@@ -65,10 +65,7 @@ def test_scores_of_the_method_are_those_of_a_plain_loop() -> None:
         losses = [loss(model(each), label) for each, label in zip(x, y, strict=True)]
         grads = [torch.autograd.grad(each, list(model.parameters())) for each in losses]
         flat = torch.stack([torch.cat([part.flatten() for part in each]) for each in grads])
-        return (
-            Examples(Objective(model, loss), lambda start, stop: Block((x[start:stop],), y[start:stop]), n),
-            flat.double(),
-        )
+        return Examples(Objective(model, loss), Block((x,), y)), flat.double()
 
     (training, gradients), (queries, asked) = rows(50), rows(5)
     fitted = names["DiagonalFisher"](damping=0.01).fit(training, Checkpoint())

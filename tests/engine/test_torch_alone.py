@@ -48,7 +48,7 @@ from psgrad.ragged import Block
 
 model, x, y = nn.Linear(3, 2), torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
 objective = Objective(model, nn.functional.cross_entropy)
-stream = Stream(objective.loss, objective.params, lambda i, j: Block((x[i:j],), y[i:j]), chunk_size=2)
+stream = Stream(objective.loss, objective.params, Block((x,), y), chunk_size=2)
 streamed = torch.cat([chunk.values["grad_norm"] for chunk in stream.run(5, [GradientNorms()])])
 found = per_sample_gradients(objective.loss, objective.params, (x,), y, has_aux=True)
 torch.testing.assert_close(streamed, found.square_norms().sqrt())

@@ -183,7 +183,7 @@ def of_transformers(run: Setup, folder: Path) -> nn.Module:
 def test_gradients_of_adapters_are_those_of_bitsandbytes_autograd(bits: str, tmp_path: Path) -> None:
     run = with_random_adapters(set_up(load_config(write(tmp_path, bits))))
     rows = list(range(len(CASE.rows)))
-    ours = run.stream(lambda _: None).gradients_at(rows).materialise()
+    ours = run.stream(lambda _: None).gradients(rows).materialise()
     loop = OneRow(run, of_transformers(run, tmp_path))
     theirs = [loop.gradients(row) for row in rows]
     assert set(theirs[0]) == set(ours)
@@ -196,7 +196,7 @@ def test_gradients_of_adapters_are_those_of_bitsandbytes_autograd(bits: str, tmp
 def test_gradients_of_adapters_are_those_of_the_dequantised_model(bits: str, tmp_path: Path) -> None:
     run = with_random_adapters(set_up(load_config(write(tmp_path, bits, "float64"))))
     rows = list(range(len(CASE.rows)))
-    ours = run.stream(lambda _: None).gradients_at(rows).materialise()
+    ours = run.stream(lambda _: None).gradients(rows).materialise()
     whole = set_up(load_config(write(tmp_path / "whole", None, "float64")))
     numbers = dict(run.model.named_parameters())
     with torch.no_grad():
@@ -219,8 +219,8 @@ def test_a_row_of_eight_bits_does_not_depend_on_the_rows_beside_it(tmp_path: Pat
         if name.endswith("layernorm.weight"):
             value.data.mul_(torch.where(torch.arange(64) % 7 == 0, 100.0, 1.0))  # large columns
     stream = run.stream(lambda _: None)
-    together = stream.gradients_at([0, 1, 2, 3]).square_norms()
-    alone = torch.cat([stream.gradients_at([row]).square_norms() for row in range(4)])
+    together = stream.gradients([0, 1, 2, 3]).square_norms()
+    alone = torch.cat([stream.gradients([row]).square_norms() for row in range(4)])
     torch.testing.assert_close(together, alone, rtol=1e-10, atol=0)
 
 
@@ -252,7 +252,7 @@ def test_one_layer_at_a_time_is_dequantised(
 ) -> None:
     run = set_up(load_config(write(tmp_path, "4bit", dtype)))
     dequantised()
-    run.stream(lambda _: None).gradients_at(list(range(len(CASE.rows)))).square_norms()
+    run.stream(lambda _: None).gradients(list(range(len(CASE.rows)))).square_norms()
     assert dequantised() == 1
 
 

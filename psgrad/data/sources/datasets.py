@@ -36,7 +36,7 @@ from psgrad.data.rows import (
 )
 from psgrad.data.targets import Labels
 from psgrad.errors import ConfigError, DataError, PsgradError
-from psgrad.ragged import RaggedAxes, padded_and_stacked
+from psgrad.ragged import RaggedAxes, RowNumbers, padded_and_stacked
 from psgrad.random_state import restored
 from psgrad.user_code import call_factory, describe_failure
 
@@ -118,7 +118,7 @@ class DatasetSamples(Samples):
     def __len__(self) -> int:
         return self._count
 
-    def take(self, rows: Array) -> Block:
+    def take(self, rows: RowNumbers) -> Block:
         numbers = self._existing(rows).tolist()
         distinct = {row: self._item(row) for row in dict.fromkeys(numbers)}
         for row, item in distinct.items():

@@ -20,7 +20,7 @@ from psgrad.data.sources.arrow_types import is_list, is_text, require_numbers
 from psgrad.data.sources.table_rows import Array, TableRows
 from psgrad.data.targets import Labels
 from psgrad.errors import DataError
-from psgrad.ragged import RaggedAxes
+from psgrad.ragged import RaggedAxes, RowNumbers
 
 RowName = Callable[[int], str]
 _ROWS_PER_PART = 8192
@@ -158,9 +158,9 @@ class TableSamples(Samples):
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None
         self.ragged, self._row_lengths = self._ragged()
-        self.read(0, 1)  # a column of the wrong type is an error now, and not in the middle of the run
+        self.take([0])  # a column of the wrong type is an error now, and not in the middle of the run
 
-    def take(self, rows: Array) -> Block:
+    def take(self, rows: RowNumbers) -> Block:
         rows = self._existing(rows)
         return self._block(self._rows.take(rows), rows)
 

@@ -7,7 +7,7 @@ share of the rows of a pass, and has the results of all rows afterwards.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
@@ -16,7 +16,7 @@ import torch
 
 from psgrad.engine.execution.chunk_measure import ChunkMeasure
 from psgrad.engine.execution.chunk_replay import replayable
-from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.loading import ChosenRows, Rows
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, RowPart
 from psgrad.engine.execution.streaming import Stream
@@ -41,8 +41,7 @@ class Examples:
 
     Attributes:
         objective: model and scalar; `objective.params` are the parameters that scores are about.
-        read: (start, stop) to these rows, counted from 0 to n - 1. Never called twice at once.
-        count: n.
+        rows: these rows, n of them. Never read twice at once.
         options: of the Stream that takes them chunk by chunk (chunk_size, memory, randomness, capture,
             say).
         numbers: [n], which rows of their dataset they are, for messages; None where they are rows 0 to n - 1.
@@ -55,8 +54,7 @@ class Examples:
     """
 
     objective: Objective
-    read: Read
-    count: int
+    rows: Rows
     options: Mapping[str, Any] = field(default_factory=dict)
     numbers: torch.Tensor | None = None
     processes: Processes = field(default_factory=OneProcess)
@@ -64,6 +62,11 @@ class Examples:
 
     def __len__(self) -> int:
         return self.count
+
+    @property
+    def count(self) -> int:
+        """n."""
+        return len(self.rows)
 
     @property
     def params(self) -> Vectors:
@@ -81,7 +84,11 @@ class Examples:
 
     @cached_property
     def stream(self) -> Stream:
-        return Stream(self.objective.loss, self.params, self.read, **self.options)
+        return Stream(self.objective.loss, self.params, self.rows, **self.options)
+
+    def gradients(self, samples: Sequence[int]) -> PerSampleGradients:
+        """The deferred gradients of these samples, all at once, computed by this process."""
+        return self.stream.gradients(samples)
 
     def numbers_of(self, rows: torch.Tensor) -> torch.Tensor:
         """[k]: which rows of the dataset these are, rows [k] counted among the examples."""
@@ -90,6 +97,14 @@ class Examples:
     def with_scalar(self, criterion: Callable[[Any, Any], torch.Tensor]) -> Examples:
         """These examples with another scalar of (output, target) in place of the loss."""
         return replace(self, objective=self.objective.with_scalar(criterion))
+
+    def of(self, rows: Rows, numbers: torch.Tensor | None = None) -> Examples:
+        """The same of other rows. numbers: as the attribute."""
+        return replace(self, rows=rows, numbers=numbers)
+
+    def at(self, rows: torch.Tensor) -> Examples:
+        """Some of these examples, rows [k] counted among them."""
+        return self.of(ChosenRows(self.rows, rows), self.numbers_of(rows))
 
     def sized(self, chunk_size: int) -> Examples:
         """These examples, `chunk_size` rows at a time."""
@@ -107,7 +122,7 @@ class Examples:
 
         compute: what is computed of a chunk in place of its gradients, as in Stream.run.
         """
-        return self.run(_QueryColumns(query), compute, start, stop)
+        return self.run(QueryColumns(query), compute, start, stop)
 
     def norms(self) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """For each chunk its rows, `loss` [k], `square_norm` [k], both float64, and what the objective's
@@ -120,7 +135,7 @@ class Examples:
             norms = {"loss": gradients.losses.double(), "square_norm": gradients.square_norms()}
             return norms | {name: accumulating(column) for name, column in gradients.aux.items()}
 
-        return self.run(_QueryColumns(columns, needs_factors=False))
+        return self.run(QueryColumns(columns, needs_factors=False))
 
     def fold(self, query: Callable[[Any], Tree], compute: Callable[..., Any] | None = None) -> Tree:
         """The sum over the chunks of the results of `query` for each chunk's gradients: a pytree of tensors,
@@ -160,7 +175,7 @@ class Examples:
         tensor a sample.
         """
 
-        return self.run(_QueryColumns(lambda output: {"output": output}), self._outputs)
+        return self.run(QueryColumns(lambda output: {"output": output}), self._outputs)
 
     @replayable("rows")
     def _outputs(self, loss: Any, params: Vectors, inputs: Any, target: Any, **options: Any) -> torch.Tensor:
@@ -176,7 +191,7 @@ class Examples:
             losses, summary = found
             return {"loss": losses.double()} | {name: accumulating(each) for name, each in summary.items()}
 
-        return self.run(_QueryColumns(columns), losses_of)
+        return self.run(QueryColumns(columns), losses_of)
 
     def materialise(self) -> torch.Tensor:
         """[n, p]: every gradient materialised, on the CPU."""
@@ -240,7 +255,7 @@ class Examples:
 
     def of_own_rows(self, query: Query) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """As `each`, of these rows; to be called in `processes.together`."""
-        return self._of_own_rows(_QueryColumns(query), None)
+        return self._of_own_rows(QueryColumns(query), None)
 
     def _pass(self, compute: Callable[..., Any] | None) -> tuple[Stream, Callable[..., Any] | None, int]:
         """The stream of a pass, what it computes of a chunk, and how many rows a sample has in it."""
@@ -285,7 +300,7 @@ class Examples:
         if stream not in self._sized:
             self._sized.append(stream)
             self.processes.together("a first chunk", lambda: stream.choose_chunk_size(self.count))
-            stream.take_chunk_facts(self.processes.agreed("chunk size", stream.chunk_facts))
+            stream.fix_chunk_size(*self.processes.agreed("chunk size", stream.chunk_facts))
         return stream.chunk_size * each
 
     @cached_property
@@ -313,8 +328,8 @@ def losses_of(loss: Any, params: Vectors, inputs: Any, target: Any, **options: A
     return vmap(loss, in_dims=dims, randomness=options["randomness"])(params, inputs, target)
 
 
-class _QueryColumns:
-    """A measure whose columns are the answers of one query."""
+class QueryColumns:
+    """A measure of a stream whose columns are the answers of one query."""
 
     def __init__(self, query: Callable[[Any], dict[str, torch.Tensor]], needs_factors: bool = True) -> None:
         self.columns, self.needs_factors = query, needs_factors

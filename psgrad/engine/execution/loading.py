@@ -12,13 +12,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from psgrad import random_state
 from psgrad.engine.execution.memory import is_out_of_memory
-from psgrad.ragged import Block
+from psgrad.ragged import Block, RowNumbers
 
 # How long the end of a run waits for a read whose rows are not needed any more.
 _PATIENCE_SECONDS = 5.0
@@ -27,8 +29,46 @@ _PATIENCE_SECONDS = 5.0
 _WORTH_A_THREAD_SECONDS = 1e-3
 
 
-Read = Callable[[int, int], Block]
-DeviceRows = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]
+class Rows(Protocol):
+    """Rows that are read when they are needed: a dataset, or some rows of one. They are counted from 0."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: RowNumbers, /) -> Block:
+        """These rows, in this order; a range for neighbours."""
+
+
+@dataclass(frozen=True)
+class ChosenRows:
+    """Some of a dataset's rows. numbers: which, whole numbers [n]; a range, an array or a tensor."""
+
+    whole: Rows
+    numbers: Any
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def take(self, rows: RowNumbers) -> Block:
+        if isinstance(rows, range):
+            return self.whole.take(self.numbers[rows.start : rows.stop])
+        return self.whole.take([int(self.numbers[row]) for row in rows])
+
+
+@dataclass(frozen=True)
+class ChangedRows:
+    """Rows that are changed after they were read. change: (block, the numbers of its rows [k]) to a block."""
+
+    whole: Rows
+    change: Callable[[Block, Tensor], Block]
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def take(self, rows: RowNumbers) -> Block:
+        return self.change(self.whole.take(rows), torch.as_tensor(rows))
+
+
+Take = Callable[[Sequence[int]], Block]
 
 
 @dataclass(frozen=True)
@@ -60,7 +100,7 @@ class Loader:
     """The chunks of one run, in order, the next one being made ready meanwhile.
 
     Args:
-        read: (start, stop) to the rows in between.
+        take: from the numbers of rows to these rows.
         say: called once with the reason why rows are not read ahead, if they are not.
         alone: held while rows are read ahead; who holds it knows that nothing is read meanwhile.
 
@@ -69,11 +109,11 @@ class Loader:
 
     def __init__(
         self,
-        read: Read,
+        take: Take,
         say: Callable[[str], None] = lambda _: None,
         alone: threading.Lock | None = None,
     ) -> None:
-        self.read, self.say = read, say
+        self._take, self.say = take, say
         self._alone = alone or threading.Lock()
         self.ahead = True  # whether rows may be read beside the computation
         self._jobs: queue.SimpleQueue[_ReadAhead | None] = queue.SimpleQueue()
@@ -133,7 +173,7 @@ class Loader:
     def _read_here(self, start: int, stop: int) -> Chunk:
         before = None if self._seconds else random_state.cpu_states()
         begun = time.perf_counter()
-        block = self.read(start, stop)
+        block = self._take(range(start, stop))
         took = time.perf_counter() - begun
         if before is not None and before != random_state.cpu_states():
             self._read_between_chunks(
@@ -172,7 +212,8 @@ class Loader:
             with self._alone:
                 before = random_state.cpu_states()
                 try:
-                    job.chunk = Chunk(range(job.start, job.stop), self.read(job.start, job.stop))
+                    rows = range(job.start, job.stop)
+                    job.chunk = Chunk(rows, self._take(rows))
                 except BaseException as error:  # raised again where its rows are taken
                     job.error = error
                 job.drew = before != random_state.cpu_states()
@@ -191,12 +232,11 @@ class _ReadAhead:
         self.done = threading.Event()
 
 
-def to_device(
-    inputs: Sequence[torch.Tensor], target: torch.Tensor | None, device: torch.device, dtype: torch.dtype
-) -> DeviceRows:
-    """Inputs [n, ...] and target [n, ...] on a device, floating-point numbers in `dtype`."""
+def to_device(block: Block, device: torch.device, dtype: torch.dtype) -> Block:
+    """Rows on a device, floating-point numbers in `dtype`."""
 
     def moved(x: torch.Tensor) -> torch.Tensor:
         return x.to(device, non_blocking=True).to(dtype if x.is_floating_point() else x.dtype)
 
-    return tuple(moved(x) for x in inputs), None if target is None else moved(target)
+    target = None if block.target is None else moved(block.target)
+    return replace(block, inputs=tuple(map(moved, block.inputs)), target=target)

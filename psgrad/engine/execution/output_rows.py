@@ -8,7 +8,7 @@ product of the output with one column of S_i. So they come as deferred gradients
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import torch
 
 from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import ChangedRows
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.output_derivatives import OutputDerivatives
 from psgrad.engine.execution.streaming import Stream
@@ -24,9 +25,8 @@ from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.transforms import grad, jvp, vmap
 from psgrad.errors import InfluenceError
-from psgrad.ragged import Block
 
-Rows = TypeVar("Rows", bound="OutputRows")
+Kind = TypeVar("Kind", bound="OutputRows")
 # The largest output whose exact rows are computed: they take a backward pass for each of its numbers.
 LARGEST_OUTPUT = 128
 _COMPARED = 64  # rows whose outputs are compared in size
@@ -65,8 +65,7 @@ class OutputRows(Examples):
         number.
         """
 
-        def read(start: int, stop: int) -> Block:
-            return self.read(start, stop).with_inputs(before=[torch.arange(start, stop)])
+        rows = ChangedRows(self.rows, lambda block, numbers: block.with_inputs(before=[numbers]))
 
         def loss(params: Vectors, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> Any:
             return self.objective.loss(params, inputs[1:], target)
@@ -80,13 +79,11 @@ class OutputRows(Examples):
             options["memory"] = max(1, chunk_budget(device, options.get("memory")) // self.per_sample)
         else:
             options["chunk_size"] = max(1, size // self.per_sample)
-        return Stream(loss, self.params, read, **options)
+        return Stream(loss, self.params, rows, **options)
 
-    def gradients(self, start: int, stop: int) -> PerSampleGradients:
-        """The deferred rows of the samples start, ..., stop - 1, all at once."""
+    def gradients(self, samples: Sequence[int]) -> PerSampleGradients:
         stream = self.row_stream
-        found: PerSampleGradients = stream.found(self._rows_of, stream.load_block(start, stop))
-        return found
+        return stream.found(self._rows_of, stream.load_block(samples))  # type: ignore[no-any-return]
 
     def _pass(self, compute: Callable[..., Any] | None) -> tuple[Stream, Callable[..., Any] | None, int]:
         return (
@@ -248,7 +245,7 @@ def outputs_alike(training: Examples) -> bool:
     """Whether the outputs of rows that differ in length have one size, by the shortest and the longest of the
     first rows.
     """
-    block = training.stream.read(0, min(_COMPARED, len(training)))
+    block = training.stream.take(range(min(_COMPARED, len(training))))
     lengths = getattr(block, "lengths", None)
     if lengths is None:
         return True
@@ -258,7 +255,7 @@ def outputs_alike(training: Examples) -> bool:
 
 def output_size(training: Examples, row: int = 0) -> int:
     """How many numbers the output for one row has. Raises InfluenceError where it is not one tensor."""
-    inputs, _ = training.stream.load(row, row + 1)
+    inputs, _ = training.stream.load([row])
     output = vmap(training.objective.predict, in_dims=(None, 0), randomness=training.stream.randomness)(
         training.params, inputs
     )
@@ -272,7 +269,7 @@ def output_factors(training: Examples) -> tuple[torch.Tensor, torch.Tensor, torc
     """
     parts = []
     for rows, found in training.outputs():
-        inputs, target = training.stream.load(rows.start, rows.stop)
+        inputs, target = training.stream.load(range(rows.start, rows.stop))
         derivatives = OutputDerivatives.of(
             training.objective.criterion,
             found["output"].to(training.device),
@@ -302,7 +299,7 @@ def _of(kind: Any, training: Examples, size: int) -> Any:
     return rows_like(kind, training, per_sample=size)
 
 
-def rows_like(kind: type[Rows], examples: Examples, **own: Any) -> Rows:
+def rows_like(kind: type[Kind], examples: Examples, **own: Any) -> Kind:
     """Rows of these examples. own: what the kind has of its own."""
     return kind(**{each.name: getattr(examples, each.name) for each in fields(Examples)}, **own)
 

@@ -1,6 +1,6 @@
 """Where a model's weights are kept, and in which type.
 
-The place follows from their bytes and the memory: the device, or elsewhere.
+The place is the device, or where they are: commands/weight_placement.py chooses.
 The type: parameters that are differentiated have the engine's, the others the one that they are stored in.
 A frozen weight in half precision stays so. Operators get it in the engine's type: each widens it for as long
 as it runs, and only the narrow one is kept for the backward pass. Widening is exact, so the numbers are those
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +20,6 @@ from psgrad.engine.execution.stored import Stored, as_stored
 from psgrad.engine.execution.weight_sources import InMemory, Quantised
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.transforms.private_torch import buffer_store, parameter_store
-
-Where = Literal["resident", "offloaded"]
-# Weights live on the device if they take at most the memory divided by this. Otherwise those that are moved
-# there for a chunk may take the same share of what is left for them and the chunk.
-SHARE = 2
-
-
-def fit(weights: int, memory: int) -> bool:
-    """Whether weights live on the device."""
-    return weights <= memory // SHARE
-
-
-def memory_for_others(memory: int) -> int:
-    """Bytes on the device for weights that do not live there. memory: bytes for these weights and a chunk."""
-    return memory // SHARE
-
 
 _NARROW = (torch.float16, torch.bfloat16)
 _PLAIN = (*_NARROW, torch.float32, torch.float64)

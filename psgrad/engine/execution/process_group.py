@@ -136,23 +136,12 @@ class RankGroup(Processes):
             dist.broadcast_object_list(found, 0)
         return self._opened(found[0], what)
 
-    def collect(
-        self, what: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
-    ) -> None:
-        def merge(other: Arrays) -> None:
-            for name, value in other.items():
-                add(name, value)
-
-        self._merge_on_first(what, state, merge)
-
     def reduce(self, what: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
-        self._merge_on_first(what, state, merge)
+        self.collect(what, state, merge)
         return self.broadcast(what, state() if self.leads else {})
 
-    def _merge_on_first(
-        self, what: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]
-    ) -> None:
-        """Merge the states of all ranks on rank 0: in pairs, then pairs of pairs."""
+    def collect(self, what: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> None:
+        """Merges in pairs, then in pairs of pairs."""
         self._require_between_passes(what)
         step = 1
         while step < self.size and self.rank % (2 * step) == 0:

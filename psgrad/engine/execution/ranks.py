@@ -66,19 +66,14 @@ class Processes:
         """The tensors of rank 0, on the CPU of every rank; those of other ranks are ignored."""
         return arrays
 
-    def collect(
-        self, what: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
-    ) -> None:
-        """Add the tensors of all ranks to those of rank 0; the other ranks get nothing back.
-
-        state: what this process has by then. add: adds one tensor of another process, by its name.
-        """
-
-    def reduce(self, what: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
-        """What all processes have gathered, on each of them.
+    def collect(self, what: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> None:
+        """Merge what all processes have gathered on rank 0; the other ranks get nothing back.
 
         state: returns what this process has gathered. merge: adds a state of another one to it.
         """
+
+    def reduce(self, what: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
+        """What all processes have gathered, on each of them. The arguments are those of `collect`."""
         return state()
 
     def together(self, what: str, compute: Callable[[], Result]) -> Result:

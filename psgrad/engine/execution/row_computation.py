@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,12 +22,11 @@ from psgrad.engine.execution.chunk_memory import (
     peak_bytes,
 )
 from psgrad.engine.execution.chunk_replay import ReplayCounts
-from psgrad.engine.execution.loading import Chunk, DeviceRows, Read, to_device
+from psgrad.engine.execution.loading import Chunk, Rows, to_device
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms
-from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.errors import ModelError, PsgradError, one_line
-from psgrad.ragged import Block, joined
+from psgrad.ragged import Block
 
 # If the loss runs at least this often on one chunk, for fewer rows than that each, a loop may be as fast.
 _MANY_PASSES = 8
@@ -45,14 +43,7 @@ def _split_words(passes: int, rows: int) -> str:
 class RowComputation:
     """Computes gradients of rows that fit in memory together.
 
-    Args:
-        loss: (params, inputs, target) of one sample to (loss, aux); see Objective.
-        params: name -> parameter, on the device to compute on.
-        read: (start, stop) to the rows in between, see Stream.
-        ragged: the buckets of rows that differ in length.
-        randomness: as for vmap.
-        counts: of the run's chunks.
-        say: called with a sentence that the user should read.
+    The arguments are those of Stream, but for `ragged`: the buckets of rows that differ in length.
 
     Attributes:
         retries: how often memory ran out.
@@ -64,7 +55,7 @@ class RowComputation:
         self,
         loss: Callable[..., Any],
         params: dict[str, torch.Tensor],
-        read: Read,
+        rows: Rows,
         *,
         ragged: RaggedChunks,
         randomness: str,
@@ -78,45 +69,27 @@ class RowComputation:
         self.retries = 0
         self.at_need: list[Callable[[], None]] = []
         self._said_split = False
-        self._read, self._reading = read, threading.Lock()
-        self.draws = bool(getattr(read, "draws", False))
+        self.rows, self._reading = rows, threading.Lock()
+        self.draws = bool(getattr(rows, "draws", False))
 
-    def gradients_at(self, rows: Sequence[int]) -> PerSampleGradients:
-        """The deferred gradients of a few rows from anywhere, all at once.
-
-        Raises ModelError, with the row, where the model or the loss fails or memory runs out.
-        """
-        chunk = Chunk(rows, joined([self.read(row, row + 1) for row in rows]))
-        try:
-            return self._gradients_of(self._to_device(chunk.block))
-        except PsgradError:
-            raise
-        except Exception as error:
-            raise self._failure(error, chunk) from error
-
-    def read(self, start: int, stop: int) -> Block:
-        """The rows start, ..., stop - 1 as the reader gives them, one call at a time."""
+    def take(self, rows: Sequence[int]) -> Block:
+        """These rows as they are read, one call at a time."""
         with self._reading:
-            return self._read(start, stop)
+            return self.rows.take(rows)
 
-    def load(self, start: int, stop: int) -> DeviceRows:
-        """The inputs and the target of the rows start, ..., stop - 1, on the device and in the dtype of the
-        parameters. Rows that differ in length are padded.
+    def load(self, rows: Sequence[int]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """The inputs and the target of these rows, on the device and in the dtype of the parameters. Rows
+        that differ in length are padded.
         """
-        block = self.load_block(start, stop)
+        block = self.load_block(rows)
         return block.inputs, block.target
 
-    def load_block(self, start: int, stop: int) -> Block:
+    def load_block(self, rows: Sequence[int]) -> Block:
         """The rows of `load` as a block, with their lengths, for `computed`."""
-        return self._to_device(self.read(start, stop))
+        return self._to_device(self.take(rows))
 
     def _to_device(self, block: Block) -> Block:
-        inputs, target = to_device(block.inputs, block.target, self.device, self.dtype)
-        return replace(block, inputs=inputs, target=target)
-
-    def _gradients_of(self, block: Block) -> PerSampleGradients:
-        found: PerSampleGradients = self.computed(per_sample_gradients, block)
-        return found
+        return to_device(block, self.device, self.dtype)
 
     def computed(
         self, how: Callable[..., Any], block: Block, replay: Callable[[Block], Any] | None = None
@@ -210,13 +183,13 @@ class RowComputation:
         for place in range(len(chunk)):
             alone = chunk.part(place, place + 1)
             try:
-                self._gradients_of(self._to_device(alone.block))
+                self.computed(per_sample_gradients, self._to_device(alone.block))
             except Exception as single:
                 return self._failure_alone(single, alone)
         return failure_together(error, chunk.rows)
 
     def _failure_alone(self, error: Exception, chunk: Chunk) -> PsgradError:
-        inputs = self._to_device(chunk.block).inputs[: getattr(self._read, "inputs_of_model", None)]
+        inputs = self._to_device(chunk.block).inputs[: getattr(self.rows, "inputs_of_model", None)]
         return failure_alone(error, chunk.rows[0], inputs)
 
 

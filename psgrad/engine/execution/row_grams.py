@@ -51,7 +51,7 @@ def inner_product_operations(rows: Examples) -> float:
     """Operations that the inner product of two of many rows is predicted to take, at the rate of a large
     matrix product in float64: by the first sample's rows, repeated.
     """
-    found = _gradients(rows, 0, 1)
+    found = rows.gradients(range(1))
     part = found.parts[0]
     count = max(1, min(_PRICED, _PRICED_BYTES * len(found) // max(factor_bytes(found), 1)))
     places = torch.arange(count, device=rows.device) % len(part)
@@ -86,7 +86,7 @@ def _slabs(
     most, first, held, slab = rows.count, 0, 0, list[PerSampleGradients]()
     for start in range(0, rows.count, step):
         stop = min(start + step, rows.count)
-        slab.append(_gradients(rows, start, stop))
+        slab.append(rows.gradients(range(start, stop)))
         held += factor_bytes(slab[-1])
         if not start:
             numbers = held // (slab[-1].losses.itemsize * len(slab[-1]))
@@ -95,7 +95,3 @@ def _slabs(
         if held >= most_bytes or stop - first >= most or stop == rows.count:
             yield slice(first * each, stop * each), slab
             first, held, slab = stop, 0, []
-
-
-def _gradients(rows: Examples, start: int, stop: int) -> PerSampleGradients:
-    return rows.gradients(start, stop) if isinstance(rows, OutputRows) else rows.stream.gradients(start, stop)

@@ -75,11 +75,11 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
     rows = spread_rows(count, wanted)
     if not rows:
         return SelfCheck([], [])
-    gradients = stream.gradients_at(rows)
+    gradients = stream.gradients(rows)
     our_norms = gradients.square_norms().sqrt().tolist()
     norms, exact_norms, apart, rounded = [], [], [], []
     for index, row in enumerate(rows):
-        inputs, target = stream.load(row, row + 1)
+        inputs, target = stream.load([row])
         found = _SampleComparison(gradients, index)
         _witness(objective, inputs, target, objective.precision(), found.add)
         norms.append(found.norm)

@@ -23,7 +23,7 @@ from psgrad.engine.execution.chunk_memory import LARGEST_AUTO_CHUNK as LARGEST_A
 from psgrad.engine.execution.chunk_replay import PAYS_FROM, ChunkReplay, ReplayCounts
 from psgrad.engine.execution.chunker import in_pieces
 from psgrad.engine.execution.ladder import why_without_programs
-from psgrad.engine.execution.loading import Chunk, Loader, Read
+from psgrad.engine.execution.loading import Chunk, Loader, Rows
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.row_computation import (
@@ -53,8 +53,8 @@ class Stream(RowComputation):
     Args:
         loss: (params, inputs, target) of one sample to (loss, aux); see Objective.
         params: name -> parameter, on the device to compute on.
-        read: (start, stop) to the rows in between. It is never called twice at once, yet from a thread of its
-            own where it can be.
+        rows: what is read. `take` is never called twice at once, yet from a thread of its own where it can
+            be.
         chunk_size: samples at a time; 'auto' takes what fits `memory`, by two chunks that are run first.
         memory: bytes that an automatic chunk may take; None for a share of what is free.
         tokens: where rows differ in length, the positions that are computed at once at most, padded ones
@@ -78,7 +78,7 @@ class Stream(RowComputation):
         self,
         loss: Callable[..., Any],
         params: dict[str, torch.Tensor],
-        read: Read,
+        rows: Rows,
         *,
         chunk_size: int | Literal["auto"] = "auto",
         memory: int | None = None,
@@ -100,7 +100,7 @@ class Stream(RowComputation):
         super().__init__(
             loss,
             params,
-            read,
+            rows,
             ragged=RaggedChunks(tokens, once, self.automatic, say),
             randomness=randomness,
             counts=ReplayCounts() if counts is None else counts,
@@ -122,12 +122,12 @@ class Stream(RowComputation):
         self.at_need += [] if supply is None else [supply.give_back]
         self.at_need.append(self._drop_programs)
 
-    def fix_chunk_size(self, size: int, positions: Positions | None = None) -> None:
-        """Take `size` rows at a time from now on, as an earlier run did, with its `positions`: then the
-        numbers are the same to the last bit.
+    def fix_chunk_size(self, size: int, *positions: int) -> None:
+        """Take `size` rows at a time from now on, as an earlier run or another process does, with its
+        `positions`: then the numbers are the same to the last bit.
         """
         self.chunk_size, self.automatic = size, False
-        if positions is not None:
+        if positions:
             self.ragged.tokens, self.ragged.longest = positions
 
     def choose_chunk_size(self, count: int, needs_factors: bool = True, readable: int | None = None) -> None:
@@ -145,7 +145,7 @@ class Stream(RowComputation):
         budget = chunk_budget(self.device, self.memory)
         with random_state.restored():
             try:
-                block = self.load_block(0, min(count if readable is None else readable, _PROBE))
+                block = self.load_block(range(min(count if readable is None else readable, _PROBE)))
                 is_ragged = block.ragged is not None and block.lengths is not None
                 tokens = self.ragged.tokens if is_ragged else None
                 if tokens is None:
@@ -161,13 +161,8 @@ class Stream(RowComputation):
         self.chunk_size = min(self.ragged.take(tokens, longest), LARGEST_AUTO_CHUNK)
 
     def chunk_facts(self) -> list[int]:
-        """The chunk size and, where there are some, the positions: for `take_chunk_facts` elsewhere."""
+        """The chunk size and, where there are some, the positions: for `fix_chunk_size` elsewhere."""
         return [self.chunk_size, *(self.positions or ())]
-
-    def take_chunk_facts(self, facts: Sequence[int]) -> None:
-        """Compute as many rows at once as the stream of another process does."""
-        size, *positions = facts
-        self.fix_chunk_size(size, (positions[0], positions[1]) if positions else None)
 
     @property
     def positions(self) -> Positions | None:
@@ -187,11 +182,6 @@ class Stream(RowComputation):
         tokens, longest = self.positions
         return max(1, min(self.chunk_size, tokens // longest))
 
-    @property
-    def replayed(self) -> dict[str, Any]:
-        """How chunks were replayed, in the words of a manifest."""
-        return self.counts.facts()
-
     def run(
         self,
         count: int,
@@ -209,7 +199,7 @@ class Stream(RowComputation):
         """
         needs_factors = compute is not None or any(measure.needs_factors for measure in measures)
         self.choose_chunk_size(count, needs_factors)
-        how = self._by_default(measures) if compute is None else compute
+        how = compute or (per_sample_gradients if needs_factors else per_sample_square_norms)
         reached = start
 
         def unread() -> Iterator[Chunk | range]:
@@ -218,7 +208,12 @@ class Stream(RowComputation):
 
         def ready(piece: Chunk | range) -> Sequence[Chunk | range]:
             nonlocal reached
-            chunk = piece if isinstance(piece, Chunk) else self._taken(loader, piece)
+            try:
+                chunk = piece if isinstance(piece, Chunk) else loader.take(piece.start, piece.stop)
+            except Exception as error:
+                if is_out_of_memory(error) and len(piece) == 1:
+                    raise too_large(piece.start, error) from error
+                raise
             reached = max(reached, chunk.stop)
             fitting = self.ragged.rows_that_fit(chunk.block) if keeps_factors(how) else len(chunk)
             if fitting < len(chunk):
@@ -240,7 +235,7 @@ class Stream(RowComputation):
             self._out_of_memory(rows)
             return self._halves(piece)
 
-        with Loader(self.read, self.say, self._nothing_is_read) as loader:
+        with Loader(self.take, self.say, self._nothing_is_read) as loader:
             loader.ahead = not self.draws  # else reader and model would seed the same generators at once
             # A row that fails alone is tried once more, and named in the error then.
             for piece, values in in_pieces(unread(), found, smaller, ready=ready, final=lambda piece: False):
@@ -249,16 +244,8 @@ class Stream(RowComputation):
     def _halves(self, piece: Chunk | range) -> Sequence[Chunk | range]:
         """A piece in parts of at most half its rows, and of at most as many as are computed at once."""
         size = max(1, min(self.chunk_size, (len(piece) + 1) // 2))
-        return [part_of(piece, i, min(i + size, len(piece))) for i in range(0, len(piece), size)]
-
-    def _taken(self, loader: Loader, rows: range) -> Chunk:
-        """These rows, read."""
-        try:
-            return loader.take(rows.start, rows.stop)
-        except Exception as error:
-            if is_out_of_memory(error) and len(rows) == 1:
-                raise too_large(rows[0], error) from error
-            raise
+        ends = [(i, min(i + size, len(piece))) for i in range(0, len(piece), size)]
+        return [piece.part(*each) if isinstance(piece, Chunk) else piece[slice(*each)] for each in ends]
 
     def _attempt(
         self,
@@ -302,9 +289,18 @@ class Stream(RowComputation):
             self._too_large = None
         return values
 
-    def gradients(self, start: int, stop: int) -> PerSampleGradients:
-        found: PerSampleGradients = self.found(per_sample_gradients, self.load_block(start, stop))
-        return found
+    def gradients(self, rows: Sequence[int]) -> PerSampleGradients:
+        """The deferred gradients of these rows, from anywhere, all at once.
+
+        Raises ModelError, with the row, where the model or the loss fails or memory runs out.
+        """
+        chunk = Chunk(rows, self.take(rows))
+        try:
+            return self.found(per_sample_gradients, self._to_device(chunk.block))  # type: ignore[no-any-return]
+        except PsgradError:
+            raise
+        except Exception as error:
+            raise self._failure(error, chunk) from error
 
     def found(self, how: Callable[..., Any], block: Block, to_come: int = 1) -> Any:
         """What `how` (see `run`) finds of rows on the device, by programs where they pay. to_come: chunks of
@@ -346,14 +342,6 @@ class Stream(RowComputation):
         for replay in self.replays.values():
             replay.drop_program()
 
-    def _by_default(self, measures: Sequence[ChunkMeasure]) -> Callable[..., Any]:
-        """What is computed of a chunk: norms alone where no measure needs more."""
-        return (
-            per_sample_gradients
-            if any(measure.needs_factors for measure in measures)
-            else per_sample_square_norms
-        )
-
     def _out_of_memory(self, rows: Sequence[int]) -> None:
         """Remember that these rows were too many, and free the memory that is not needed.
 
@@ -376,7 +364,3 @@ class Stream(RowComputation):
             self._too_large = len(rows)
             self.say(f"out of memory on {where}; trying them in halves")
         self.give_back()
-
-
-def part_of(rows: Chunk | range, first: int, last: int) -> Chunk | range:
-    return rows.part(first, last) if isinstance(rows, Chunk) else rows[first:last]

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ FEW_ROWS = 1 / 4
 """Rows of a table are read one by one if they are at most this share of it."""
 
 
-class WeightSource(Protocol):
+class WeightSource(ABC):
     """Where the numbers of one tensor lie.
 
     Attributes:
@@ -32,14 +31,17 @@ class WeightSource(Protocol):
 
     layout: Tensor
 
+    @abstractmethod
     def read(self, view: Tensor, *, pinned: bool = False) -> Tensor:
         """The numbers that `view`, a view of `layout`, sees: a plain tensor with its shape and strides."""
 
     def rows(self, view: Tensor, rows: Tensor) -> Tensor:
         """[k, ...]: these rows (int64 [k], on the CPU) of what `view` sees."""
+        found = self.read(view)
+        return found[rows.to(found.device)]
 
 
-class InMemory:
+class InMemory(WeightSource):
     """The numbers of a plain tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -47,9 +49,6 @@ class InMemory:
 
     def read(self, view: Tensor, *, pinned: bool = False) -> Tensor:
         return view
-
-    def rows(self, view: Tensor, rows: Tensor) -> Tensor:
-        return view[rows.to(view.device)]
 
 
 class WeightFile:
@@ -112,7 +111,7 @@ class WeightFile:
         )
 
 
-class _InOrder(ABC):
+class _InOrder(WeightSource):
     """Numbers that can be had from one place to another, in their order."""
 
     device = torch.device("cpu")
@@ -130,7 +129,7 @@ class _InOrder(ABC):
     def rows(self, view: Tensor, rows: Tensor) -> Tensor:
         chosen, places = rows.unique(return_inverse=True)
         if not view.is_contiguous() or len(chosen) > FEW_ROWS * len(view):
-            return self.read(view)[rows.to(self.device)]
+            return super().rows(view, rows)
         size = view[0].numel()
         found = [self._numbers(int(view.storage_offset()) + row * size, size) for row in chosen.tolist()]
         return torch.stack(found).reshape(len(chosen), *view.shape[1:])[places.to(self.device)]

@@ -48,7 +48,7 @@ def is_affine(training: Examples) -> bool:
     rows = sorted({place * len(training) // _SAMPLES for place in range(_SAMPLES)})
     generator = torch.Generator().manual_seed(0)
     for row in rows:
-        inputs, _ = training.stream.load(row, row + 1)
+        inputs, _ = training.stream.load([row])
         for _ in range(_DIRECTIONS):
             along = {name: _direction(value, generator) for name, value in training.params.items()}
             outputs = [
@@ -141,8 +141,8 @@ def second_steps(fitted: Corrected, weight_decay: float) -> float:
     first = fitted.decrements.nan_to_num(0.0)
     rows = first.topk(min(_SECOND, len(first))).indices.tolist()
     flat = training.flat
-    own = flat.join(training.stream.gradients_at(rows).materialise()).double()
-    moved = flat.join(fitted.removed.training.stream.gradients_at(rows).materialise())
+    own = flat.join(training.stream.gradients(rows).materialise()).double()
+    moved = flat.join(fitted.removed.training.stream.gradients(rows).materialise())
     step = flat.join(plain.precondition(flat.split(moved))).double().to(own)
     here = flat.join({name: value.unsqueeze(0) for name, value in training.params.items()}).double()
     left = slopes_without(training, rows, weight_decay, here + step).to(own)
@@ -160,7 +160,7 @@ def distance_from_minimum(fitted: Preconditioned, weight_decay: float) -> tuple[
     training, count = fitted.training, len(fitted.training)
     whole = objective_slope(training, weight_decay)
     rows = sorted({place * count // _REMOVED for place in range(_REMOVED)})
-    single = training.stream.gradients_at(rows).materialise()
+    single = training.stream.gradients(rows).materialise()
     vectors = {name: torch.cat([value.unsqueeze(0), single[name].double()]) for name, value in whole.items()}
     prepared = fitted.precondition(vectors)
     products = torch.stack(

@@ -61,7 +61,7 @@ class _Changes:
         outputs = torch.cat([outputs["output"] for _, outputs in queries.outputs()])
         shape = outputs.shape[1:]
         self.outputs = outputs.to(device).double().reshape(len(outputs), -1)
-        target = queries.stream.load(0, queries.count)[1]
+        target = queries.stream.load(range(queries.count))[1]
         self.target = target.double() if target is not None and target.is_floating_point() else target
 
         def loss(flat: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:

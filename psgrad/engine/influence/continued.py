@@ -56,7 +56,7 @@ class Continued:
         """[k] float64: how much larger the scalar of one row of `examples` is with the weights of each
         removal than with all rows.
         """
-        inputs, target = examples.stream.load(row, row + 1)
+        inputs, target = examples.stream.load([row])
         over = (None, 0, None if target is None else 0)
         results = [
             _values(examples, params, inputs, target, over) for params in each_model(self.params, examples)
@@ -243,7 +243,7 @@ class _Objectives:
         return SumOverSamples(self._slope(at, inputs, target, randomness))
 
     def _row(self, params: Vectors, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, target = self.training.stream.load(row, row + 1)
+        inputs, target = self.training.stream.load([row])
         return self._slope(params, inputs, target, self.training.stream.randomness)
 
     def _slope(

@@ -23,7 +23,6 @@ from psgrad.engine.influence.continued import each_model
 from psgrad.engine.influence.damping import Damping
 from psgrad.engine.influence.method import Preconditioned
 from psgrad.engine.influence.solvers.dense_solve import DenseSolve
-from psgrad.ragged import Block, joined
 
 AGREES = 0.95
 """The correlation of predicted and actual changes that is enough."""
@@ -140,15 +139,5 @@ def _losses_of_models(
 
 def _rows_of(training: Examples, rows: Sequence[int]) -> Examples:
     """Some of the rows, as many at a time as of all of them."""
-
-    def read(start: int, stop: int) -> Block:
-        return joined([training.read(row, row + 1) for row in rows[start:stop]])
-
-    some = replace(
-        training,
-        read=read,
-        count=len(rows),
-        numbers=training.numbers_of(torch.tensor(rows)),
-        watch=lambda rows, of: None,
-    )
+    some = replace(training.at(torch.tensor(rows)), watch=lambda rows, of: None)
     return some.sized(training.stream.chunk_size)

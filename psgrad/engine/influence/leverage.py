@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import ChangedRows
 from psgrad.engine.execution.output_rows import output_factors
 from psgrad.engine.influence.fit_facts import FitFacts
 from psgrad.engine.influence.method import Fitted, Preconditioned, ScoreBlock, SelfBlock
 from psgrad.engine.influence.solvers.solve import Solve
-from psgrad.ragged import Block
 
 # If a leverage is nearer to one than this, the problem without the example has no solution in float64.
 _NEAREST = 1e-10
@@ -74,13 +74,12 @@ class Leverage:
 def with_cotangents(training: Examples, cotangents: torch.Tensor) -> Examples:
     """The training examples with the product of the output and `cotangents` [n, C] in place of the loss."""
 
-    def read(start: int, stop: int) -> Block:
-        return training.read(start, stop).with_target(cotangents[start:stop])
+    rows = ChangedRows(training.rows, lambda block, rows: block.with_target(cotangents[rows]))
 
     def product(output: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
         return (output.reshape(-1) * cotangent).sum()
 
-    return replace(training, objective=training.objective.with_scalar(product), read=read)
+    return replace(training, objective=training.objective.with_scalar(product), rows=rows)
 
 
 class Corrected(Fitted):

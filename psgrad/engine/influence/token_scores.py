@@ -44,7 +44,7 @@ class TokenTerms:
     @classmethod
     def of(cls, examples: Examples, row: int, ignored: int) -> TokenTerms:
         """The terms of a row. Raises InfluenceError where its loss is not the sum of its tokens' losses."""
-        batch, target = examples.stream.load(row, row + 1)
+        batch, target = examples.stream.load([row])
         inputs = tuple(x[0] for x in batch)
         if target is None or target.dim() != 2:
             raise InfluenceError(

@@ -233,7 +233,7 @@ def require_labels(measure: Measure, setting: Setting) -> None:
     if setting.kind in ("class", "token", "binary"):
         targets = setting.targets
         if targets is None:  # they come with the rows, and the first one shows their kind
-            targets = setting.examples.stream.read(0, 1).target
+            targets = setting.examples.stream.take([0]).target
         if setting.kind == "binary" or targets is None or not targets.is_floating_point():
             return
     words = {"value": "a value to come near to", "custom": "a form of its own"}

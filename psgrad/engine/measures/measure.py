@@ -219,7 +219,7 @@ def require_classes(measure: Measure, setting: Setting) -> None:
             " vector of classes a sample",
             hint=f"take {measure.name} out of analyze.measures",
         )
-    if setting.targets is None and not _is_whole(setting.examples.read(0, 1).target):
+    if setting.targets is None and not _is_whole(setting.examples.rows.take([0]).target):
         raise MeasureError(
             f"the measure {measure.name} looks at the class of each sample, and the targets are"
             " probabilities of classes; expected targets that are whole numbers, one class a sample",

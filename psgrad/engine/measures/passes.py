@@ -5,13 +5,13 @@ and the pass of a single measure.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from psgrad.engine.execution.chunk_measure import Columns
-from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.examples import Examples, QueryColumns
+from psgrad.engine.execution.loading import ChangedRows
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients.projections.projection import key_of, normals, signs, streams, words_at
@@ -22,23 +22,13 @@ from psgrad.ragged import Block
 
 def second_pass(measures: Sequence[Measure], examples: Examples) -> OwnPass:
     """The pass in which measures that compare each sample with all compute columns of its gradient again."""
-    again = [_InSecondPass(measure) for measure in measures]
+    again = [QueryColumns(measure.columns_again, measure.needs_factors) for measure in measures]
 
     def run(rows: range, chunk_size: int) -> Iterator[Columns]:
         stream = examples.sized(chunk_size).stream
         return stream.run(rows.stop, again, start=rows.start, materialise=True)
 
     return OwnPass("samples-again", run)
-
-
-class _InSecondPass:
-    """A measure in its second pass, with the interface of a stream's measure."""
-
-    def __init__(self, measure: Measure) -> None:
-        self.columns, self.needs_factors = measure.columns_again, measure.needs_factors
-
-    def keep(self) -> None:
-        """Nothing is gathered."""
 
 
 Inputs = tuple[torch.Tensor, ...]
@@ -69,14 +59,14 @@ def row_pass(examples: Examples, ask: Ask, chunk_size: int, rows: range) -> Iter
     stream = Stream(
         loss,
         examples.params,
-        partial(_numbered, examples),
+        ChangedRows(examples.rows, _numbered),
         **options,
     )
 
     def compute(loss: Any, params: Any, inputs: Inputs, target: torch.Tensor | None, **_: Any) -> Arrays:
         return ask(inputs[:-1], target, inputs[-1])
 
-    return stream.run(rows.stop, [_PassColumns()], compute, rows.start)
+    return stream.run(rows.stop, [QueryColumns(lambda found: found)], compute, rows.start)
 
 
 def refusing(measure: Measure, columns: Iterator[Columns], needs: str) -> Iterator[Columns]:
@@ -131,18 +121,6 @@ class _WithoutRows:
         return self.objective.loss(params, inputs[:-1], target)
 
 
-def _numbered(examples: Examples, start: int, stop: int) -> Block:
-    """The rows start, ..., stop - 1 with their numbers [k] as one more input."""
-    return examples.read(start, stop).with_inputs(after=[torch.arange(start, stop)]).without_padding()
-
-
-class _PassColumns:
-    """Returns the columns that the pass itself computed."""
-
-    needs_factors = True
-
-    def columns(self, found: Arrays) -> Arrays:
-        return found
-
-    def keep(self) -> None:
-        """Nothing is gathered."""
+def _numbered(block: Block, rows: torch.Tensor) -> Block:
+    """Rows with their numbers [k] as one more input."""
+    return block.with_inputs(after=[rows]).without_padding()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.execution.chunker import in_pieces
-from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.loading import Rows
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, Stream
 from psgrad.engine.gradients.batch_pass import BatchPass
@@ -26,7 +26,7 @@ from psgrad.engine.privacy.clipped_sums import Clipper, Total
 from psgrad.engine.privacy.clipped_sums import RecordColumns as RecordColumns
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.coins import Coins
-from psgrad.engine.privacy.records import RecordReader, Records, RowNumbers, Take
+from psgrad.engine.privacy.records import RecordReader, Records, RowNumbers
 from psgrad.engine.privacy.sum_programs import SumPrograms
 
 GradientSource = Callable[[Clipping], ClippedSum]
@@ -135,7 +135,7 @@ class _TotalOfChunks(Total):
         del self._chunk
 
 
-MakeStream = Callable[[Callable[..., Any], Read], Stream]
+MakeStream = Callable[[Callable[..., Any], Rows], Stream]
 
 
 class RecordStreams:
@@ -145,7 +145,7 @@ class RecordStreams:
     a power of two. So its chunks have few shapes.
 
     Args:
-        records, take: as for RecordReader.
+        records, rows: as for RecordReader.
         loss: of one row, (params, inputs, target) to (loss, aux).
         params: name -> parameter.
         make: a record's loss and its reader to a stream.
@@ -167,7 +167,7 @@ class RecordStreams:
     def __init__(
         self,
         records: Records,
-        take: Take,
+        rows: Rows,
         loss: Callable[..., Any],
         params: Mapping[str, Tensor],
         make: MakeStream,
@@ -180,16 +180,16 @@ class RecordStreams:
     ) -> None:
         self.records, self.params, self.coins = records, params, coins or Coins()
         self.read_coins = self.coins if reads_by_code else None
-        self._take, self._loss, self._make = take, loss, make
+        self._rows, self._loss, self._make = rows, loss, make
         self.alone, self.zero_on_error, self._randomness = alone, zero_on_error, randomness
         self._streams: dict[int, tuple[RecordReader, Stream, SumPrograms | None]] = {}
         self.drawn: RowNumbers = np.empty(0, dtype=np.int64)
 
-    def of(self, records: Records, take: Take) -> RecordStreams:
+    def of(self, records: Records, rows: Rows) -> RecordStreams:
         """The same of other records."""
         return RecordStreams(
             records,
-            take,
+            rows,
             self._loss,
             self.params,
             self._make,
@@ -247,7 +247,7 @@ class RecordStreams:
 
     def _stream(self, width: int) -> tuple[RecordReader, Stream, SumPrograms | None]:
         if width not in self._streams:
-            reader = RecordReader(self.records, self._take, width=width, coins=self.read_coins)
+            reader = RecordReader(self.records, self._rows, width=width, coins=self.read_coins)
             stream = self._make(reader.loss_of(self._loss, randomness=self._randomness), reader)
             self._streams[width] = reader, stream, SumPrograms(stream.counts) if stream.replays else None
         return self._streams[width]

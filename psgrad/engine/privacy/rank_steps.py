@@ -102,7 +102,7 @@ class RankSteps:
     def _summed(self, drawn: RowNumbers, step: int, clipping: Clipping) -> _Share:
         """The sum of this rank's share; on rank 0 of all ranks' shares."""
         share = summed_share(self._own, share_of(drawn, self._processes), step, clipping)
-        self._processes.collect(_SUMS, share.state, share.add)
+        self._processes.collect(_SUMS, share.state, share.merge)
         return share
 
 
@@ -125,12 +125,12 @@ class _Share:
             _SUM + name: value for name, value in self.sums.items()
         }
 
-    def add(self, name: str, value: Tensor) -> None:
-        if name.startswith(_SUM):
-            own = self.sums[name.removeprefix(_SUM)]
-            self.sums[name.removeprefix(_SUM)] = own + value.to(own.device)  # the source may keep its own
-        else:
-            self.columns[name].append(value)
+    def merge(self, other: Arrays) -> None:
+        """Add the `state` of another rank's share."""
+        for name, own in self.sums.items():
+            self.sums[name] = own + other[_SUM + name].to(own.device)  # the source may keep its own
+        for name, parts in self.columns.items():
+            parts.append(other[name])
 
 
 def share_of(drawn: RowNumbers, processes: Processes) -> RowNumbers:

@@ -7,7 +7,7 @@ anything is clipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from psgrad.engine.execution.loading import Rows
 from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.transforms import vmap
 from psgrad.errors import DataError
 from psgrad.ragged import Block
 
 RowNumbers = npt.NDArray[np.int64]
-Take = Callable[[RowNumbers], Block]
 
 ROWS_WITHOUT_A_CAP = 1000
 """Rows of a record that are taken without asking for a cap: all rows of a record are in memory together."""
@@ -97,7 +97,7 @@ class RecordReader:
 
     Args:
         records: which rows are whose.
-        take: the rows of the dataset with these numbers, in this order.
+        rows: the dataset.
         width: rows that every record is filled up to, at least as many as one has; 1 has no axis of rows.
             None for those of the longest record.
         coins: seed the generators before rows are read, for code that draws from them; None for rows that are
@@ -113,12 +113,12 @@ class RecordReader:
     def __init__(
         self,
         records: Records,
-        take: Take,
+        rows: Rows,
         *,
         width: int | None = None,
         coins: Coins | None = None,
     ) -> None:
-        self.records, self._take = records, take
+        self.records, self._rows = records, rows
         self.draws = coins is not None
         self._coins = coins
         self.inputs_of_model: int | None = None
@@ -145,23 +145,26 @@ class RecordReader:
         """
         return record_loss(loss, randomness=randomness) if self.several else loss
 
-    def __call__(self, start: int, stop: int) -> Block:
-        """The n records at the places start, ..., stop - 1 of `drawn`.
+    def __len__(self) -> int:
+        return len(self.drawn)
+
+    def take(self, places: Sequence[int] | npt.NDArray[Any], /) -> Block:
+        """The n records at these places of `drawn`.
 
         If every record is one row: each tensor [n, ...]. Else [n, k, ...], k the reader's width, with the
         weights [n, k] of the rows as the last of the inputs: 1 / rows, and 0 for padding, which repeats the
         record's own last row.
         """
-        chosen = self.drawn[start:stop]
+        chosen = self.drawn[np.asarray(places)]
         with nullcontext() if self._coins is None else self._coins.seeded():
-            rows = self._take(self.records.rows_of_each(chosen))
+            rows = self._rows.take(self.records.rows_of_each(chosen))
         self.inputs_of_model = len(rows.inputs)
         if not self.several:
             return rows
         sizes = self.records.sizes[chosen]
-        places, weights = _padded(sizes, self._width)
-        self._require_like_rows(rows, places, chosen)
-        return rows.grouped(places).with_inputs(after=[weights])
+        of_each, weights = _padded(sizes, self._width)
+        self._require_like_rows(rows, of_each, chosen)
+        return rows.grouped(of_each).with_inputs(after=[weights])
 
     def _require_like_rows(self, rows: Block, places: Tensor, chosen: RowNumbers) -> None:
         """Raises DataError where the rows of a record differ in length, and the model would see padding."""

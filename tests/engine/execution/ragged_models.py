@@ -47,7 +47,7 @@ class Case:
 
     def stream(self, rows: Sequence[Row], **options: Any) -> Stream:
         objective = self.objective
-        return Stream(objective.loss, objective.params, lambda i, j: self.block(rows[i:j]), **options)
+        return Stream(objective.loss, objective.params, self.block(rows), **options)
 
     def gradients(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """name -> [n, *shape], each row alone."""

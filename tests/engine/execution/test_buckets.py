@@ -110,7 +110,7 @@ def test_model_size_counts_a_table_only_where_a_layer_shares_it() -> None:
 def gradients_in_buckets(ragged: Case, lengths: Sequence[int] = LENGTHS) -> tuple[PerSampleGradients, Any]:
     """Of rows of these lengths, and the rows."""
     rows = ragged.rows(lengths)
-    found = ragged.stream(rows, chunk_size=len(rows), model_size=LARGE).gradients(0, len(rows))
+    found = ragged.stream(rows, chunk_size=len(rows), model_size=LARGE).gradients(range(len(rows)))
     return found, rows
 
 
@@ -322,10 +322,8 @@ def test_summaries_of_positions_are_padded_with_nan() -> None:
     objective = ragged.objective.with_summary(
         lambda output, target: {"best": output.amax(-1), "target": target}
     )
-    stream = Stream(
-        objective.loss, objective.params, lambda i, j: ragged.block(rows[i:j]), chunk_size=3, model_size=LARGE
-    )
-    found = stream.gradients(0, 3)
+    stream = Stream(objective.loss, objective.params, ragged.block(rows), chunk_size=3, model_size=LARGE)
+    found = stream.gradients(range(3))
     assert found.aux["best"].shape == (3, 5)
     assert (~found.aux["best"].isnan()).sum(1).tolist() == [2, 5, 3]
     assert torch.equal(found.aux["target"][1], rows[1][1])
@@ -335,7 +333,7 @@ def test_outputs_and_norms_of_ragged_examples() -> None:
     ragged = case("bert")
     rows = ragged.rows(LENGTHS)
     options = {"chunk_size": 4, "model_size": LARGE}
-    examples = Examples(ragged.objective, lambda i, j: ragged.block(rows[i:j]), len(rows), options)
+    examples = Examples(ragged.objective, ragged.block(rows), options)
     outputs = torch.cat([found["output"] for _, found in examples.outputs()])
     alone = [ragged.forward(ragged.model, *(x[None] for x in inputs))[0] for inputs, _ in rows]
     assert_close(outputs, torch.stack(alone).detach())

@@ -94,8 +94,7 @@ class Run:
     ) -> None:
         self.said: list[str] = []
         objective = Objective(model, loss)
-        reader = lambda start, stop: Block(tuple(x[start:stop] for x in rows.inputs), rows.target[start:stop])  # type: ignore[index]
-        self.stream = Stream(objective.loss, objective.params, reader, say=self.said.append, **options)
+        self.stream = Stream(objective.loss, objective.params, rows, say=self.said.append, **options)
         torch.manual_seed(7)
         chunks = list(self.stream.run(ROWS, [measure or GradientNorms()]))
         self.columns = {
@@ -128,7 +127,7 @@ def test_replayed_chunks_have_the_same_numbers(build: Any, rows: Any, chunk_size
     torch.manual_seed(0)
     run, _ = both(build(), rows(), measure, chunk_size=chunk_size)
     assert run.replayed == ROWS // chunk_size - NOT_REPLAYED
-    assert run.stream.replayed == {
+    assert run.stream.counts.facts() == {
         "chunks": -(-ROWS // chunk_size),
         "chunks_replayed": run.replayed,
         "replayed_by": "kernel by kernel",
@@ -247,7 +246,7 @@ def test_a_model_whose_shapes_depend_on_data_is_not_replayed_for_that_reason() -
     assert not run.said
     (why,) = run.reasons
     assert why.startswith("its operators depend on data, by aten.")
-    assert run.stream.replayed["not_replayed"] == why
+    assert run.stream.counts.facts()["not_replayed"] == why
 
 
 class Scheduled(nn.Module):

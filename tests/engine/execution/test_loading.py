@@ -9,6 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,11 @@ def slowly(read: Callable[[int, int], Block]) -> Callable[[int, int], Block]:
     return slow
 
 
+def taking(read: Callable[[int, int], Block]) -> Any:
+    """The rows that a reader of neighbours has."""
+    return SimpleNamespace(take=lambda rows: read(rows[0], rows[-1] + 1))
+
+
 def chunks(loader: Loader, size: int, count: int = ROWS) -> Iterator[Chunk]:
     """All chunks of a dataset, each next one expected before this one is used."""
     with loader:
@@ -68,7 +74,7 @@ def _no_thread_is_left_behind() -> Iterator[None]:
 
 def stream_of(read: Callable[[int, int], Any], criterion: Any = F.mse_loss, **options: Any) -> Stream:
     objective = Objective(nn.Linear(1, 1), lambda output, target: criterion(output[0], target))
-    return Stream(objective.loss, objective.params, read, chunk_size=5, **options)
+    return Stream(objective.loss, objective.params, taking(read), chunk_size=5, **options)
 
 
 def losses(stream: Stream, count: int = ROWS) -> Tensor:
@@ -86,7 +92,9 @@ def test_every_row_is_read_once_and_in_order(size: int) -> None:
         asked.append((start, stop))
         return block(start, stop)
 
-    assert [row for chunk in chunks(Loader(read), size) for row in rows_of(chunk)] == list(range(ROWS))
+    assert [row for chunk in chunks(Loader(taking(read).take), size) for row in rows_of(chunk)] == list(
+        range(ROWS)
+    )
     assert asked == [(start, min(start + size, ROWS)) for start in range(0, ROWS, size)]
 
 
@@ -99,7 +107,7 @@ def test_one_chunk_is_read_ahead_and_no_more() -> None:
         gate.set()
         return block(start, stop)
 
-    for chunk in chunks(Loader(slowly(read)), 10):
+    for chunk in chunks(Loader(taking(slowly(read)).take), 10):
         if 10 < chunk.stop < ROWS:  # the first two chunks show that a thread is worth it
             while chunk.stop not in asked:  # it is read while this one is in use
                 gate.wait(1)
@@ -128,7 +136,7 @@ def test_a_reader_is_never_called_twice_at_once_not_even_for_a_failure() -> None
 
     def run() -> None:
         for _ in stream.run(ROWS, [GradientNorms()]):
-            stream.load(3, 4)  # while the next chunk is being read
+            stream.load(range(3, 4))  # while the next chunk is being read
 
     with pytest.raises(ModelError, match="raised ValueError on row 10: this one"):
         run()
@@ -170,7 +178,7 @@ def test_a_reader_that_is_bound_to_its_thread_is_called_from_there() -> None:
     said: list[str] = []
     stream = stream_of(slowly(read), say=said.append)
     torch.testing.assert_close(
-        losses(stream), losses(Stream(stream.loss, stream.params, block, chunk_size=5))
+        losses(stream), losses(Stream(stream.loss, stream.params, taking(block), chunk_size=5))
     )
     assert said == [
         "rows are read between chunks, not beside them: beside the computation the reader raised"
@@ -233,7 +241,7 @@ def test_a_reader_that_draws_gets_the_numbers_that_it_would_get_alone(kind: str)
             return drawn, losses(stream)
         found = []
         for start in range(0, ROWS, 5):
-            found.append(stream.gradients(start, start + 5).losses.double())
+            found.append(stream.gradients(range(start, start + 5)).losses.double())
         return drawn, torch.cat(found)
 
     ahead, alone = seeded(True), seeded(False)

@@ -156,6 +156,7 @@ def test_a_chunk_gets_a_share_or_what_it_is_given_and_on_a_cpu_no_more_than_pays
 
 SETUP = """\
 import resource
+from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from psgrad.engine.execution.streaming import Stream
@@ -174,16 +175,16 @@ def peak():
 
 
 def rows(width, shape=()):
-    def read(start, stop):
-        n = stop - start
+    def take(rows):
+        n = len(rows)
         return Block((torch.randn(n, *shape, width),), torch.zeros(n, *shape, dtype=torch.int64))
 
-    return read
+    return SimpleNamespace(take=take)
 
 
-def run(model, read, count, **options):
+def run(model, rows, count, **options):
     objective = Objective(model, F.cross_entropy)
-    stream = Stream(objective.loss, objective.params, read, **options)
+    stream = Stream(objective.loss, objective.params, rows, **options)
     done = sum(chunk.stop - chunk.start for chunk in stream.run(count, [GradientNorms()]))
     return stream, done
 """

@@ -234,12 +234,8 @@ def test_a_loss_sees_float32(device: torch.device) -> None:
     assert seen == [torch.float32]
 
 
-class Rows:
-    def __init__(self, count: int) -> None:
-        self.inputs, self.target = torch.randn(count, 6), torch.randint(3, (count,))
-
-    def read(self, start: int, stop: int) -> Block:
-        return Block((self.inputs[start:stop],), self.target[start:stop])
+def drawn_rows(count: int) -> Block:
+    return Block((torch.randn(count, 6),), torch.randint(3, (count,)))
 
 
 @pytest.fixture
@@ -253,12 +249,12 @@ def objective(device: torch.device) -> Objective:
 
 @pytest.mark.long
 def test_chunks_are_replayed_with_the_same_numbers(objective: Objective) -> None:
-    rows = Rows(50)
+    rows = drawn_rows(50)
     found = []
     for capture in ("auto", "off"):
-        stream = Stream(objective.loss, objective.params, rows.read, chunk_size=5, capture=capture)  # type: ignore[arg-type]
+        stream = Stream(objective.loss, objective.params, rows, chunk_size=5, capture=capture)  # type: ignore[arg-type]
         found.append(torch.cat([chunk.values["grad_norm"] for chunk in stream.run(50, [GradientNorms()])]))
-        assert stream.replayed["chunks_replayed"] == (7 if capture == "auto" else 0)
+        assert stream.counts.facts()["chunks_replayed"] == (7 if capture == "auto" else 0)
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
 
 
@@ -266,8 +262,8 @@ def test_chunks_are_replayed_with_the_same_numbers(objective: Objective) -> None
 
 
 def check(objective: Objective) -> Any:
-    rows = Rows(10)
-    return self_check(objective, Stream(objective.loss, objective.params, rows.read), 10, 3)
+    rows = drawn_rows(10)
+    return self_check(objective, Stream(objective.loss, objective.params, rows), 10, 3)
 
 
 def test_the_check_says_how_far_halves_are_from_float32(objective: Objective) -> None:
@@ -282,7 +278,7 @@ def test_the_check_says_how_far_halves_are_from_float32(objective: Objective) ->
 def test_a_wrong_gradient_is_caught_in_halves_too(
     objective: Objective, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = Stream.gradients_at
+    honest = Stream.gradients
 
     def wrong(stream: Stream, rows: Any) -> PerSampleGradients:
         grads = honest(stream, rows)
@@ -293,7 +289,7 @@ def test_a_wrong_gradient_is_caught_in_halves_too(
         }
         return PerSampleGradients.of(changed, grads.losses, grads.aux)
 
-    monkeypatch.setattr(Stream, "gradients_at", wrong)
+    monkeypatch.setattr(Stream, "gradients", wrong)
     with pytest.raises(SelfCheckError, match=r"differs from a plain one-sample gradient") as failure:
         check(objective)
     assert "in bfloat16" in str(failure.value)

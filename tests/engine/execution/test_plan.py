@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,11 +183,11 @@ def test_a_chunk_fits_where_memory_bends(block: int, each: int, budget: int) -> 
 def stream_of(model: nn.Module, inputs: Tensor, target: Tensor, **options: Any) -> Stream:
     objective = Objective(model, options.pop("loss", F.cross_entropy))
 
-    def read(start: int, stop: int) -> Any:
-        assert stop <= len(inputs), "a row beyond the first few is read"
-        return Block((inputs[start:stop],), target[start:stop])
+    def take(rows: Any) -> Any:
+        assert rows[-1] < len(inputs), "a row beyond the first few is read"
+        return Block((inputs,), target).take(rows)
 
-    return Stream(objective.loss, objective.params, read, **options)
+    return Stream(objective.loss, objective.params, SimpleNamespace(take=take), **options)  # type: ignore[arg-type]
 
 
 def test_plan_run_reads_first_rows_only(device: torch.device) -> None:
@@ -254,6 +255,6 @@ def test_plan_of_a_loss_that_branches_on_data(device: torch.device) -> None:
     assert not found.replayed
     assert [p.way for p in found.parameters] == ["outer product", "direct"]
     way = bound(Objective(Branching().to(device), F.cross_entropy), per_sample_square_norms)
-    inputs, target = stream.load(0, 8)
+    inputs, target = stream.load(range(8))
     measured = allocated(lambda: way(stream.params, inputs, target), device)
     assert found.peak_bytes == pytest.approx(8 * measured, rel=MEMORY_BAR)

@@ -84,11 +84,8 @@ def norms(kind: str, file: Path, again: bool, **options: Any) -> tuple[Tensor, S
         for name, block in model.blocks.named_children():  # type: ignore[union-attr,operator]
             block.forward = RecomputedForward(Recompute(True), name, block.forward)
     objective = Objective(model, F.cross_entropy)
-
-    def read(start: int, stop: int) -> Block:
-        return Block((words[start:stop],), labels[start:stop])
-
-    stream = Stream(objective.loss, objective.params, read, chunk_size=CHUNK, supply=supply, **options)
+    rows = Block((words,), labels)
+    stream = Stream(objective.loss, objective.params, rows, chunk_size=CHUNK, supply=supply, **options)
     chunks = [columns.values["grad_norm"] for columns in stream.run(ROWS, [GradientNorms()])]
     return torch.cat(chunks), stream, supply
 

@@ -30,12 +30,10 @@ class Setup:
         self.inputs, self.target = torch.randn(ROWS, 4), torch.randint(3, (ROWS,))
         self.objective = Objective(self.model, criterion)
 
-    def read(self, start: int, stop: int) -> Block:
-        return Block((self.inputs[start:stop],), self.target[start:stop])
-
     def check(self, wanted: int = 3) -> Any:
+        rows = Block((self.inputs,), self.target)
         return self_check(
-            self.objective, Stream(self.objective.loss, self.objective.params, self.read), ROWS, wanted
+            self.objective, Stream(self.objective.loss, self.objective.params, rows), ROWS, wanted
         )
 
 
@@ -62,7 +60,7 @@ def test_rows_are_spread_over_the_dataset(count: int, wanted: int, rows: list[in
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Every gradient that the engine finds goes through change(name, gradient)."""
-    honest = Stream.gradients_at
+    honest = Stream.gradients
 
     def wrong(stream: Stream, rows: Any) -> PerSampleGradients:
         grads = honest(stream, rows)
@@ -70,7 +68,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
             {name: change(name, g) for name, g in grads.parts[0].gradients.items()}, grads.losses, grads.aux
         )
 
-    monkeypatch.setattr(Stream, "gradients_at", wrong)
+    monkeypatch.setattr(Stream, "gradients", wrong)
 
 
 def scaled(gradient: DeferredGradient, factor: float) -> DeferredGradient:
@@ -103,8 +101,8 @@ def test_a_wrong_norm_of_a_right_gradient_is_caught(monkeypatch: pytest.MonkeyPa
 
 
 def test_gradients_of_the_wrong_sample_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Stream.gradients_at
-    monkeypatch.setattr(Stream, "gradients_at", lambda stream, rows: honest(stream, rows[::-1]))
+    honest = Stream.gradients
+    monkeypatch.setattr(Stream, "gradients", lambda stream, rows: honest(stream, rows[::-1]))
     with pytest.raises(SelfCheckError):
         Setup().check()
 

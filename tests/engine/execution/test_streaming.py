@@ -5,7 +5,8 @@ more rows than fit.
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,12 @@ class Table:
         self.inputs, self.target = torch.randn(count, 6), torch.randint(3, (count,))
         self.asked: list[tuple[int, int]] = []
 
-    def read(self, start: int, stop: int) -> Block:
-        self.asked.append((start, stop))
-        return Block((self.inputs[start:stop],), self.target[start:stop])
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def take(self, rows: Sequence[int]) -> Block:
+        self.asked.append((rows[0], rows[-1] + 1))
+        return Block((self.inputs,), self.target).take(rows)
 
 
 OUT_OF_MEMORY = {
@@ -59,22 +63,20 @@ def model(device: torch.device) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
 
 
-def limited(
-    read: Callable[[int, int], Block], room: int, error: Callable[[], Exception]
-) -> Callable[[int, int], Block]:
-    """The reader on a machine with memory for `room` rows at a time."""
+def limited(table: Table, room: int, error: Callable[[], Exception]) -> Any:
+    """The rows on a machine with memory for `room` of them at a time."""
 
-    def checked(start: int, stop: int) -> Block:
-        if stop - start > room:
+    def checked(rows: Sequence[int]) -> Block:
+        if len(rows) > room:
             raise error()
-        return read(start, stop)
+        return table.take(rows)
 
-    return checked
+    return SimpleNamespace(take=checked)
 
 
-def stream_of(model: nn.Module, read: Callable[[int, int], Any], **options: Any) -> Stream:
+def stream_of(model: nn.Module, rows: Any, **options: Any) -> Stream:
     objective = Objective(model, F.cross_entropy)
-    return Stream(objective.loss, objective.params, read, **options)
+    return Stream(objective.loss, objective.params, rows, **options)
 
 
 def columns_of(stream: Stream, count: int = ROWS, measures: list[Any] | None = None) -> dict[str, Tensor]:
@@ -86,7 +88,7 @@ def columns_of(stream: Stream, count: int = ROWS, measures: list[Any] | None = N
 
 def test_the_columns_are_those_of_one_sample_at_a_time(model: nn.Module, device: torch.device) -> None:
     table = Table()
-    found = columns_of(stream_of(model, table.read))
+    found = columns_of(stream_of(model, table))
     inputs, target = table.inputs.double().to(device), table.target.to(device)
     gradients = one_sample_gradients(model, F.cross_entropy, (inputs,), target)
     norms = torch.cat([value.flatten(1) for value in gradients.values()], 1).norm(dim=1)
@@ -98,8 +100,8 @@ def test_the_columns_are_those_of_one_sample_at_a_time(model: nn.Module, device:
 @pytest.mark.parametrize("chunk_size", [1, 3, 32, ROWS, 1000, "auto"])
 def test_the_chunk_size_does_not_change_the_numbers(model: nn.Module, chunk_size: Any) -> None:
     table = Table()
-    expected = columns_of(stream_of(model, table.read, chunk_size=ROWS))
-    found = columns_of(stream_of(model, table.read, chunk_size=chunk_size))
+    expected = columns_of(stream_of(model, table, chunk_size=ROWS))
+    found = columns_of(stream_of(model, table, chunk_size=chunk_size))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
 
 
@@ -107,14 +109,14 @@ def test_an_automatic_chunk_follows_from_the_first_rows(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = Table()
-    stream = stream_of(model, table.read)
+    stream = stream_of(model, table)
     columns_of(stream)
     assert table.asked == [(0, 8), (0, ROWS)]
     assert stream.chunk_size > ROWS
 
     monkeypatch.setattr("psgrad.engine.execution.memory.free_memory", lambda device: 20_000)
     scarce = Table()
-    columns_of(stream_of(model, scarce.read))
+    columns_of(stream_of(model, scarce))
     sizes = [stop - start for start, stop in scarce.asked]
     assert sizes[0] == 8
     assert 1 <= sizes[1] < ROWS
@@ -128,11 +130,9 @@ def test_want_of_memory_halves_the_rows_that_failed_and_changes_nothing_else(
     model: nn.Module, kind: str, chunk_size: Any
 ) -> None:
     table, said = Table(), list[str]()
-    expected = columns_of(stream_of(model, table.read, chunk_size=ROWS))
+    expected = columns_of(stream_of(model, table, chunk_size=ROWS))
     table.asked.clear()
-    stream = stream_of(
-        model, limited(table.read, 6, OUT_OF_MEMORY[kind]), chunk_size=chunk_size, say=said.append
-    )
+    stream = stream_of(model, limited(table, 6, OUT_OF_MEMORY[kind]), chunk_size=chunk_size, say=said.append)
     torch.testing.assert_close(columns_of(stream), expected, rtol=1e-10, atol=0)
     assert [row for start, stop in table.asked for row in range(start, stop)] == list(range(ROWS))
     assert len(said) == stream.retries
@@ -152,21 +152,21 @@ def test_want_of_memory_halves_the_rows_that_failed_and_changes_nothing_else(
 @pytest.mark.long
 def test_an_automatic_chunk_is_the_largest_whose_memory_fits(model: nn.Module) -> None:
     table, budget = Table(1000), 40_000
-    stream = stream_of(model, table.read, memory=budget)
+    stream = stream_of(model, table, memory=budget)
     found = columns_of(stream, 1000)
 
     def way(params: Any, inputs: Any, target: Any) -> Any:
         return per_sample_square_norms(stream.loss, params, inputs, target, in_dims=(0, 0), has_aux=True)
 
     def takes(size: int) -> int:
-        inputs, target = stream.load(0, size)
+        inputs, target = stream.load(range(size))
         return peak_bytes(way, stream.params, inputs, target) + inputs[0].nbytes + target.nbytes
 
     assert 8 < stream.chunk_size < 1000
     assert table.asked[:2] == [(0, 8), (0, stream.chunk_size)]
     assert takes(stream.chunk_size) <= budget < takes(stream.chunk_size + stream.chunk_size // 10 + 1)
     torch.testing.assert_close(
-        found, columns_of(stream_of(model, table.read, chunk_size=1000), 1000), rtol=1e-10, atol=0
+        found, columns_of(stream_of(model, table, chunk_size=1000), 1000), rtol=1e-10, atol=0
     )
 
 
@@ -213,7 +213,7 @@ def in_a_room(
         lambda output, target: F.cross_entropy(output[0], target),
         lambda output, target: {"row": output[1]},
     )
-    stream = Stream(objective.loss, objective.params, table.read, chunk_size=chunk_size)
+    stream = Stream(objective.loss, objective.params, table, chunk_size=chunk_size)
     return stream, columns_of(stream, count, [room])
 
 
@@ -247,13 +247,19 @@ def test_wherever_memory_runs_out_every_row_is_done_once_and_in_order(
         def keep(self) -> None:
             kept.append(tried[-1])
 
-    def read(start: int, stop: int) -> Block:
-        asked.append((start, stop))
-        return Block((torch.arange(start, stop).unsqueeze(1),), None)
+    def read(rows: Sequence[int]) -> Block:
+        asked.append((rows[0], rows[-1] + 1))
+        return Block((torch.as_tensor(rows).unsqueeze(1),), None)
 
     kept: list[tuple[int, int]] = []
     asked: list[tuple[int, int]] = []
-    stream = Counted(lambda *_: None, {"w": torch.zeros(1)}, read, chunk_size=chunk_size, capture="off")
+    stream = Counted(
+        lambda *_: None,
+        {"w": torch.zeros(1)},
+        SimpleNamespace(take=read),
+        chunk_size=chunk_size,
+        capture="off",
+    )  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
             "psgrad.engine.execution.row_computation.gc.collect", lambda: 0
@@ -313,14 +319,14 @@ class Failing:
 
 def test_a_chunk_that_is_tried_again_counts_once_in_every_measure(model: nn.Module) -> None:
     table, norms, failing = Table(), GradientNorms(), Failing(2)
-    stream = stream_of(model, table.read, chunk_size=20)
+    stream = stream_of(model, table, chunk_size=20)
     found = columns_of(stream, measures=[norms, failing])
     assert stream.retries == 2
     assert norms.distributions.found().count == ROWS
     assert failing.kept == 4  # 0 to 4, 5 to 9, 10 to 19, 20 to 36
     expected = GradientNorms()
     torch.testing.assert_close(
-        found, columns_of(stream_of(model, table.read), measures=[expected]), rtol=1e-10, atol=0
+        found, columns_of(stream_of(model, table), measures=[expected]), rtol=1e-10, atol=0
     )
     np.testing.assert_allclose(
         norms.distributions.found().mean, expected.distributions.found().mean, rtol=1e-12
@@ -331,13 +337,13 @@ def test_a_chunk_that_is_tried_again_counts_once_in_every_measure(model: nn.Modu
 def test_a_row_that_is_too_large_by_itself_is_named(model: nn.Module, kind: str) -> None:
     table = Table()
 
-    def read(start: int, stop: int) -> Block:
-        if stop > 11:
+    def read(rows: Sequence[int]) -> Block:
+        if rows[-1] > 10:
             raise OUT_OF_MEMORY[kind]()
-        return table.read(start, stop)
+        return table.take(rows)
 
     with pytest.raises(ModelError, match="memory ran out on row 11 alone") as failure:
-        columns_of(stream_of(model, read, chunk_size=4))
+        columns_of(stream_of(model, SimpleNamespace(take=read), chunk_size=4))
     assert "bfloat16" in str(failure.value)
     assert table.asked[-1] == (10, 11)
 
@@ -358,11 +364,9 @@ def test_the_first_row_on_which_the_model_raises_is_named(chunk_size: Any) -> No
     tokens = torch.randint(5, (ROWS, 2))
     tokens[[13, 14, 30]] = 7
 
-    def read(start: int, stop: int) -> Block:
-        return Block((tokens[start:stop],), torch.zeros(stop - start, dtype=torch.int64))
-
+    rows = Block((tokens,), torch.zeros(ROWS, dtype=torch.int64))
     with pytest.raises(ModelError, match="raised IndexError on row 13: index out of range") as failure:
-        columns_of(stream_of(Fussy(), read, chunk_size=chunk_size))
+        columns_of(stream_of(Fussy(), rows, chunk_size=chunk_size))
     assert "int64 [1, 2]" in str(failure.value)
     assert "vocabulary" in str(failure.value)
 
@@ -377,14 +381,10 @@ class StopsTheGpu(Fussy):
 @pytest.mark.parametrize("chunk_size", [1, 4])
 def test_no_row_is_blamed_where_the_gpu_stopped(chunk_size: int) -> None:
     """After it each row fails, also those that are right."""
-
-    def read(start: int, stop: int) -> Block:
-        tokens = torch.zeros(stop - start, 2, dtype=torch.int64)
-        return Block((tokens,), tokens[:, 0])
-
+    tokens = torch.zeros(ROWS, 2, dtype=torch.int64)
     which = "row 0" if chunk_size == 1 else "one of the rows 0 to 3"
     with pytest.raises(ModelError, match=f"the GPU stopped on {which}: CUDA error: device-side") as failure:
-        columns_of(stream_of(StopsTheGpu(), read, chunk_size=chunk_size))
+        columns_of(stream_of(StopsTheGpu(), Block((tokens,), tokens[:, 0]), chunk_size=chunk_size))
     assert "engine.device: cpu" in str(failure.value)
 
 
@@ -400,7 +400,7 @@ def test_a_model_that_fails_on_batches_alone_is_told_so() -> None:
     with pytest.raises(
         ModelError, match="rows 0 to 7 together, though on none of them alone: not the first time"
     ):
-        columns_of(Stream(objective.loss, objective.params, Table().read, chunk_size=8))
+        columns_of(Stream(objective.loss, objective.params, Table(), chunk_size=8))
 
 
 class AsManyTimes(nn.Linear):
@@ -416,7 +416,7 @@ class AsManyTimes(nn.Linear):
 def test_many_runs_of_the_loss_for_one_chunk_are_said_once(lengths: int, said: bool) -> None:
     table, words = Table(), []
     table.inputs[:, 0] = torch.arange(ROWS) % lengths + 1
-    stream = stream_of(AsManyTimes(6, 6), table.read, chunk_size=ROWS, say=words.append)
+    stream = stream_of(AsManyTimes(6, 6), table, chunk_size=ROWS, say=words.append)
     list(stream.run(ROWS, [GradientNorms()]))
     list(stream.run(ROWS, [GradientNorms()]))
     assert len(words) == int(said)
@@ -427,9 +427,9 @@ def test_many_runs_of_the_loss_for_one_chunk_are_said_once(lengths: int, said: b
 
 def test_rows_from_anywhere_at_once(model: nn.Module) -> None:
     table = Table()
-    grads = stream_of(model, table.read).gradients_at([5, 0, 36])
+    grads = stream_of(model, table).gradients([5, 0, 36])
     assert isinstance(grads, PerSampleGradients)
-    every = columns_of(stream_of(model, table.read))
+    every = columns_of(stream_of(model, table))
     torch.testing.assert_close(
         grads.square_norms().sqrt().cpu(), every["grad_norm"][[5, 0, 36]], rtol=1e-10, atol=0
     )
@@ -447,11 +447,9 @@ def test_inputs_take_the_parameters_dtype_and_whole_numbers_stay_whole() -> None
             seen.append((x.dtype, tokens.dtype))
             return self.table(tokens).mean(1) * x.sum()
 
-    def read(start: int, stop: int) -> Block:
-        n = stop - start
-        return Block((torch.randn(n, 2), torch.randint(5, (n, 2))), torch.zeros(n, dtype=torch.int64))
-
-    columns_of(stream_of(Looks().bfloat16(), read, chunk_size=10))
+    inputs = torch.randn(ROWS, 2), torch.randint(5, (ROWS, 2))
+    rows = Block(inputs, torch.zeros(ROWS, dtype=torch.int64))
+    columns_of(stream_of(Looks().bfloat16(), rows, chunk_size=10))
     assert set(seen) == {(torch.bfloat16, torch.int64)}
 
 
@@ -460,15 +458,15 @@ def test_inputs_take_the_parameters_dtype_and_whole_numbers_stay_whole() -> None
 WIDTH = 2048
 
 
-def generated(largest: list[int]) -> Callable[[int, int], Block]:
+def generated(largest: list[int]) -> Any:
     """Rows that exist only while somebody looks at them; numpy's, as tracemalloc counts those."""
 
-    def read(start: int, stop: int) -> Block:
-        largest.append(stop - start)
-        rows = np.random.default_rng(start).standard_normal((stop - start, WIDTH), dtype=np.float32)
-        return Block((torch.from_numpy(rows),), torch.zeros(stop - start, dtype=torch.int64))
+    def read(rows: Sequence[int]) -> Block:
+        largest.append(len(rows))
+        made = np.random.default_rng(rows[0]).standard_normal((len(rows), WIDTH), dtype=np.float32)
+        return Block((torch.from_numpy(made),), torch.zeros(len(rows), dtype=torch.int64))
 
-    return read
+    return SimpleNamespace(take=read)
 
 
 @pytest.fixture
@@ -499,7 +497,7 @@ def test_settled_chunk_size_is_not_that_of_the_rows_it_was_found_by(model: nn.Mo
     """Of 5,000 rows eight are read, and a chunk may have a thousand."""
     table, objective = Table(), Objective(model, F.cross_entropy)
     table.inputs = table.inputs.double()
-    stream = Stream(objective.loss, objective.params, table.read)
+    stream = Stream(objective.loss, objective.params, table)
     stream.choose_chunk_size(5000)
     assert stream.chunk_size == 1024
     assert max(stop for _, stop in table.asked) <= 8

@@ -35,12 +35,7 @@ def examples(
     model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor, **options: Any
 ) -> Examples:
     """These rows as `model` sees them. Options are the Stream's."""
-    return Examples(
-        Objective(model, criterion),
-        lambda start, stop: Block((inputs[start:stop],), target[start:stop]),
-        len(inputs),
-        options,
-    )
+    return Examples(Objective(model, criterion), Block((inputs,), target), options)
 
 
 @functools.cache

@@ -188,7 +188,7 @@ def test_curvature_products_estimated_trace() -> None:
     result = curvature_products(training)
     assert isinstance(result, PassProducts)
     mean, error = result.mean_eigenvalue()
-    inputs = torch.cat([torch.as_tensor(training.read(0, 9).inputs[0]), torch.ones(9, 1)], 1)
+    inputs = torch.cat([torch.as_tensor(training.rows.take(range(9)).inputs[0]), torch.ones(9, 1)], 1)
     exact = float(inputs.square().sum()) / 9 * 200 / training.flat.size
     # a linear model's Jacobian has orthogonal rows, so that all signs give the same
     assert error < 1e-10 * exact

@@ -124,7 +124,7 @@ def test_ekfac_self_influence(case: str) -> None:
 
 
 def _rows(of: Examples) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = of.read(0, len(of))
+    batch = of.rows.take(range(len(of)))
     return batch.inputs[0].float() if batch.inputs[0].is_floating_point() else batch.inputs[0], batch.target
 
 

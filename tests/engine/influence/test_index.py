@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import ChangedRows, ChosenRows
 from psgrad.engine.influence.index import stored_index
 from psgrad.engine.influence.index.build import build_index, from_index
 from psgrad.engine.influence.index.index_rows import RowBlock
@@ -25,6 +26,7 @@ from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
 from psgrad.errors import InfluenceError, OutputError
+from psgrad.ragged import Block
 from psgrad.run.gradient_index import GradientIndex
 from tests.crashes import Tell, in_a_child
 from tests.engine.influence.problems import cross_entropy, examples
@@ -57,7 +59,7 @@ def built(path: Path, spec: IndexSpec, *training: Examples, **options: Any) -> G
 
 
 def by_index(method: Method, store: GradientIndex, queries: Examples) -> torch.Tensor:
-    untouched = Examples(queries.objective, lambda start, stop: pytest.fail("training data were read"), N)
+    untouched = Examples(queries.objective, ChosenRows(None, range(N)))  # type: ignore[arg-type] # nothing is read
     return matrix_of(from_index(method, store).fit(untouched, Checkpoint(learning_rate=0.25)), queries)
 
 
@@ -174,11 +176,11 @@ def test_index_rounding_of_numbers(dtype: Any, exponent: int, columns: int) -> N
 def counting(training: Examples, note: Callable[[int, int], None]) -> Examples:
     """The same examples, whose reads are noted."""
 
-    def read(start: int, stop: int) -> Any:
-        note(start, stop)
-        return training.read(start, stop)
+    def noted(block: Block, rows: torch.Tensor) -> Block:
+        note(int(rows[0]), int(rows[-1]) + 1)
+        return block
 
-    return Examples(training.objective, read, len(training), {"chunk_size": 2})
+    return Examples(training.objective, ChangedRows(training.rows, noted), {"chunk_size": 2})
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.loading import ChangedRows
 from psgrad.engine.influence.curvature.curvature_products import PassProducts, curvature_products
 from psgrad.engine.influence.index.build import build_index, from_index
 from psgrad.engine.influence.index.stored_index import IndexSpec, describe
@@ -24,6 +25,7 @@ from psgrad.engine.influence.methods.influence import Influence
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
 from psgrad.errors import InfluenceError
 from psgrad.plugins import METHODS, own_classes
+from psgrad.ragged import Block
 from psgrad.run.gradient_index import GradientIndex
 from tests.engine.execution.thread_ranks import ThreadRank, by_ranks
 from tests.engine.influence.problems import cross_entropy, examples
@@ -138,7 +140,7 @@ def test_more_ranks_than_rows() -> None:
     method = EKFAC(damping=0.1)
 
     def found(rank: ThreadRank | None) -> np.ndarray:
-        training, queries = (replace(part, count=2) for part in problem(rank))
+        training, queries = (part.at(torch.arange(2)) for part in problem(rank))
         blocks = method.fit(training, Checkpoint()).scores(queries)
         return torch.cat([block.scores for block in blocks]).numpy()
 
@@ -161,13 +163,13 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
     def found(rank: ThreadRank) -> str:
         training = problem(rank)[0]
 
-        def read(start: int, stop: int) -> Any:
-            if start <= ROWS - 1 < stop:
+        def bad(block: Block, rows: torch.Tensor) -> Block:
+            if ROWS - 1 in rows:
                 raise InfluenceError("the last row is bad")
-            return training.read(start, stop)
+            return block
 
         with pytest.raises(InfluenceError, match="the last row is bad"):
-            row_norms(replace(training, read=read))
+            row_norms(training.of(ChangedRows(training.rows, bad)))
         return str(len(row_norms(training).losses))
 
     assert by_ranks(3, found) == [str(ROWS)] * 3

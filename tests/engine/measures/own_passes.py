@@ -22,12 +22,8 @@ def setting_of(
     **facts: Any,
 ) -> Setting:
     """What `psgrad analyze` would tell measures of these samples."""
-
-    def read(start: int, stop: int) -> Block:
-        return Block(tuple(x[start:stop] for x in inputs), None if target is None else target[start:stop])
-
     options = {"randomness": "different" if model.training else "error"}
-    return Setting(Examples(Objective(model, loss), read, len(inputs[0]), options), **facts)
+    return Setting(Examples(Objective(model, loss), Block(inputs, target), options), **facts)
 
 
 def columns_of(measure: Measure, setting: Setting, chunk_size: int = 5, start: int = 0) -> dict[str, Tensor]:

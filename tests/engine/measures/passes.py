@@ -36,12 +36,9 @@ class Rows:
     kind: str = "class"
     classes: int | None = 3
 
-    def read(self, start: int, stop: int) -> Any:
-        return Block((self.inputs[start:stop],), None if self.targets is None else self.targets[start:stop])
-
     def setting(self, chunk_size: int | str = "auto", seed: int = 0) -> Setting:
         objective = Objective(self.model, self.criterion)
-        examples = Examples(objective, self.read, len(self.inputs), {"chunk_size": chunk_size})
+        examples = Examples(objective, Block((self.inputs,), self.targets), {"chunk_size": chunk_size})
         targets = None if self.targets is None else self.targets.cpu()  # where a dataset has them
         return Setting(examples, self.kind, targets, self.classes, seed=seed)
 

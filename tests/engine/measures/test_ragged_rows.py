@@ -24,7 +24,7 @@ def setting(ragged: Case, only: int | None = None, **options: Any) -> Setting:
     rows = ragged.rows(LENGTHS)
     rows = rows if only is None else rows[only : only + 1]
     options = {"model_size": ModelSize(1, 10**12), **options}
-    examples = Examples(ragged.objective, lambda i, j: ragged.block(rows[i:j]), len(rows), options)
+    examples = Examples(ragged.objective, ragged.block(rows), options)
     facts: dict[str, Any] = {"kind": "class", "classes": 2, "shows_inputs": True}
     return Setting(examples, **facts)
 

@@ -102,7 +102,7 @@ def test_clipped_sum_independent_of_order_and_chunks(architecture: Architecture,
         stream = Stream(
             objective.loss,
             objective.params,
-            lambda start, stop: Block(tuple(value[start:stop] for value in inputs), target[start:stop]),
+            Block(tuple(inputs), target),
             chunk_size=chunk_size,  # type: ignore[arg-type]
         )
         result = stream_source(stream, RECORDS)(clipping)

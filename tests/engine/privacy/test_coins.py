@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -305,7 +306,7 @@ def test_coins_of_a_dataset_follow_from_the_secret_and_the_step() -> None:
         np.random.seed(0)
         streams = RecordStreams(
             Records.of_rows(RECORDS),
-            read,
+            SimpleNamespace(take=read),  # type: ignore[arg-type]
             objective.loss,
             objective.params,
             lambda loss, read: Stream(loss, objective.params, read, chunk_size=3),

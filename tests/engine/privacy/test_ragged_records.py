@@ -130,7 +130,7 @@ def test_ragged_records_of_few_shapes_are_replayed(kind: str) -> None:
 def reader_of(ragged: Case, rows: Sequence[Row], owners: list[int], **options: Any) -> RecordReader:
     whole = ragged.block(rows)
     records = Records.of_units(np.array(owners))
-    return RecordReader(records, lambda places: whole.at(places), **options)
+    return RecordReader(records, whole, **options)
 
 
 def test_records_of_ragged_rows_have_the_mean_gradient_of_their_rows() -> None:
@@ -141,7 +141,7 @@ def test_records_of_ragged_rows_have_the_mean_gradient_of_their_rows() -> None:
     reader.draw(np.arange(4))
     objective = ragged.objective
     stream = Stream(reader.loss_of(objective.loss), objective.params, reader, chunk_size=4, model_size=LARGE)
-    found = flat(stream.gradients(0, 4).materialise())
+    found = flat(stream.gradients(range(4)).materialise())
     each = flat(ragged.gradients(rows))
     expected = torch.stack([each[[n for n, o in enumerate(owners) if o == own]].mean(0) for own in range(4)])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
@@ -152,10 +152,10 @@ def test_records_of_rows_of_unequal_length_without_a_mask_are_refused() -> None:
     rows = ragged.rows([3, 3, 5, 4])
     reader = reader_of(ragged, rows, [0, 0, 1, 1])
     reader.draw(np.array([0]))
-    assert isinstance(reader(0, 1), Block)
+    assert isinstance(reader.take(range(1)), Block)
     reader.draw(np.array([0, 1]))
     with pytest.raises(DataError, match=r"record 1 has rows of 4 to 5 positions") as raised:
-        reader(0, 2)
+        reader.take(range(2))
     assert "takes a mask of the positions" in str(raised.value)
 
 
@@ -167,7 +167,7 @@ def test_record_streams_of_ragged_rows_are_clipped_like_a_loop_over_users() -> N
     whole, objective = ragged.block(rows), ragged.objective
     streams = RecordStreams(
         Records.of_units(np.array(owners)),
-        lambda places: whole.at(places),
+        whole,
         objective.loss,
         objective.params,
         lambda loss, read: Stream(loss, objective.params, read, chunk_size=4, model_size=LARGE),

@@ -14,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from psgrad.engine.execution.loading import ChangedRows, Rows
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.privacy.batches import RecordStreams
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.records import Records
-from tests.engine.privacy.test_records import rows_gradients, taking, whole
+from psgrad.ragged import Block
+from tests.engine.privacy.test_records import rows_gradients, whole
 
 SIZES = [1, 30, 2, 1, 3, 9, 1, 17, 2, 5]
 USERS = np.random.default_rng(0).permutation(np.repeat(np.arange(len(SIZES)), SIZES))
@@ -43,17 +45,16 @@ class Data:
     def streams(self, **options: Any) -> RecordStreams:
         """Streams that note the shape of what they read."""
 
-        def make(loss: Callable[..., Any], read: Callable[[int, int], Any]) -> Stream:
-            def noting(start: int, stop: int) -> Any:
-                batch = read(start, stop)
-                self.read.append(tuple(batch.inputs[0].shape))
-                return batch
+        def noted(batch: Block, _: Tensor) -> Block:
+            self.read.append(tuple(batch.inputs[0].shape))
+            return batch
 
-            return Stream(loss, self.objective.params, noting, chunk_size=4)
+        def make(loss: Callable[..., Any], rows: Rows) -> Stream:
+            return Stream(loss, self.objective.params, ChangedRows(rows, noted), chunk_size=4)
 
         return RecordStreams(
             self.records,
-            taking((self.x,), self.y),
+            Block((self.x,), self.y),
             self.objective.loss,
             self.objective.params,
             make,
@@ -104,7 +105,7 @@ def test_record_streams_short_records_in_narrow_batches(data: Data) -> None:
 @given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=30))
 def test_record_streams_width_follows_from_the_record_alone(sizes: list[int]) -> None:
     records = Records(np.arange(sum(sizes)), np.cumsum(sizes) - np.array(sizes), np.array(sizes))
-    streams = RecordStreams(records, lambda rows: None, None, {}, None)  # type: ignore[arg-type]
+    streams = RecordStreams(records, None, None, {}, None)  # type: ignore[arg-type]
     streams.source(range(len(sizes)))
     parts = streams._parts(streams.drawn)
     assert np.concatenate([part for _, part in parts]).tolist() == streams.drawn.tolist()

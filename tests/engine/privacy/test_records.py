@@ -27,16 +27,6 @@ USERS = np.array([3, 3, 1, 3, 2, 1, 1, 1, 9, 9, 2, 3, 3, 7])  # 5, 4, 2, 2 and 1
 NAMES = [architecture.name for architecture in ARCHITECTURES]
 
 
-def taking(inputs: tuple[Tensor, ...], target: Tensor | None) -> Callable[[Any], Block]:
-    """A dataset in memory: the rows of these numbers."""
-
-    def take(rows: np.ndarray[Any, Any]) -> Block:
-        index = torch.from_numpy(rows)
-        return Block(tuple(x[index] for x in inputs), None if target is None else target[index])
-
-    return take
-
-
 def rows_gradients(
     model: nn.Module, criterion: Callable[..., Tensor], inputs: tuple[Tensor, ...], target: Tensor
 ) -> dict[str, Tensor]:
@@ -113,9 +103,9 @@ def test_records_units_independent() -> None:
 def test_records_layer_stays_factored() -> None:
     model = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 4))
     inputs, target = (torch.randn(14, 50),), torch.randint(4, (14,))
-    reader = RecordReader(Records.of_units(USERS), taking(inputs, target))
+    reader = RecordReader(Records.of_units(USERS), Block(inputs, target))
     reader.draw(range(5))
-    gradients = stream_of(Objective(model, nn.functional.cross_entropy), reader).gradients(0, 5)
+    gradients = stream_of(Objective(model, nn.functional.cross_entropy), reader).gradients(range(5))
     (placed,) = gradients.parts[0].gradients["0.weight"].terms
     assert sorted(tuple(x.shape) for x in placed.term.factors) == [
         (5, 1, 5, 50),
@@ -125,12 +115,12 @@ def test_records_layer_stays_factored() -> None:
 
 def test_records_of_one_row_reading() -> None:
     inputs, target = (torch.randn(6, 4),), torch.arange(6)
-    reader = RecordReader(Records.of_rows(6), taking(inputs, target))
+    reader = RecordReader(Records.of_rows(6), Block(inputs, target))
     reader.draw([1, 4, 5])
 
     def loss(*_: Any) -> None: ...
 
-    batch = reader(0, 2)
+    batch = reader.take(range(2))
     assert reader.loss_of(loss) is loss
     assert [x.tolist() for x in batch.inputs] == [inputs[0][[1, 4]].tolist()]
     assert batch.target is not None
@@ -140,9 +130,11 @@ def test_records_of_one_row_reading() -> None:
 def test_records_without_a_target() -> None:
     x = torch.randn(14, 3, dtype=torch.float64)
     model = nn.Linear(3, 2, dtype=torch.float64)
-    reader = RecordReader(Records.of_units(USERS), taking((x,), None))
+    reader = RecordReader(Records.of_units(USERS), Block((x,), None))
     reader.draw(range(5))
-    gradients = stream_of(Objective(model, lambda output, _: output.square().sum()), reader).gradients(0, 5)
+    gradients = stream_of(Objective(model, lambda output, _: output.square().sum()), reader).gradients(
+        range(5)
+    )
     by_hand = 2 * model(x).detach()[:, :, None] * x[:, None]
     expected = torch.stack([by_hand[reader.records.rows_of(record)].mean(0) for record in reader.drawn])
     torch.testing.assert_close(gradients.materialise()["weight"], expected, rtol=1e-12, atol=1e-12)
@@ -151,12 +143,12 @@ def test_records_without_a_target() -> None:
 def test_records_rows_draw_independently() -> None:
     x = torch.ones(14, 400)
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(400, 1))
-    reader = RecordReader(Records.of_units(USERS), taking((x,), None))
+    reader = RecordReader(Records.of_units(USERS), Block((x,), None))
     reader.draw([0, 1])
     loss = reader.loss_of(Objective(model, lambda output, _: output.sum()).loss, randomness="different")
     stream = Stream(loss, dict(model.named_parameters()), reader, randomness="different")
     torch.manual_seed(0)
-    gradient = stream.gradients(0, 2).materialise()["1.weight"].squeeze(1)
+    gradient = stream.gradients(range(2)).materialise()["1.weight"].squeeze(1)
     kept = (
         gradient * torch.from_numpy(reader.records.sizes[reader.drawn])[:, None] / 2
     )  # each row is dropped, or kept and doubled
@@ -175,7 +167,7 @@ def test_records_clipping_of_users(name: str) -> None:
     inputs, target = architecture.batch(len(USERS), dtype=torch.float64)
     rows = rows_gradients(model, architecture.loss, inputs, target)
     records = Records.of_units(USERS, 4)
-    reader = RecordReader(records, taking(inputs, target))
+    reader = RecordReader(records, Block(inputs, target))
     reader.draw([4, 1, 0, 3])
     result = stream_source(stream_of(Objective(model, architecture.loss), reader, chunk_size=3), 4)(
         Clipping.flat(rows, 0.3)
@@ -196,7 +188,7 @@ def test_records_nonfinite_row_removes_user_from_sum() -> None:
     clipping = Clipping.flat(objective.params, 0.3)
 
     def summed(x: Tensor, drawn: list[int]) -> dict[str, Tensor]:
-        reader = RecordReader(Records.of_units(USERS), taking((x,), y))
+        reader = RecordReader(Records.of_units(USERS), Block((x,), y))
         reader.draw(drawn)
         return stream_source(stream_of(objective, reader), len(drawn))(clipping).sums
 

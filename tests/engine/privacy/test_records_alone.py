@@ -81,10 +81,7 @@ def sum_of(objective: Objective, inputs: tuple[Tensor, ...], target: Tensor, how
         )
         return source(clipping)
 
-    def read(start: int, stop: int) -> Block:
-        return Block(tuple(x[start:stop] for x in inputs), target[start:stop])
-
-    stream = Stream(objective.loss, objective.params, read)
+    stream = Stream(objective.loss, objective.params, Block(inputs, target))
     return stream_source(stream, len(target), alone=True)(clipping)
 
 
@@ -115,7 +112,7 @@ def test_users_alone_at_a_kink_add_at_most_the_bound() -> None:
     objective = Objective(model, nn.functional.cross_entropy)
     streams = RecordStreams(
         Records(np.arange(rows), np.cumsum(sizes) - sizes, sizes),
-        lambda numbers: Block((inputs[numbers],), target[numbers]),
+        Block((inputs,), target),
         objective.loss,
         objective.params,
         lambda loss, read: Stream(loss, objective.params, read),

@@ -42,9 +42,7 @@ def batch(device: torch.device) -> tuple[Tensor, Tensor]:
 def stream_of(model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> Stream:
     inputs, target = (value.cpu() for value in batch)
     objective = Objective(model, F.cross_entropy)
-    return Stream(
-        objective.loss, objective.params, lambda i, j: Block((inputs[i:j],), target[i:j]), **options
-    )
+    return Stream(objective.loss, objective.params, Block((inputs,), target), **options)
 
 
 def in_memory(model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> GradientSource:
@@ -145,7 +143,7 @@ def test_clipped_source_out_of_memory(
     monkeypatch.setattr(clipped_sums, "per_sample_weighted_sum", limited)
     clipping = Clipping.flat(names_of(model), 0.5)
     stream = stream_of(model, batch, chunk_size=8)
-    inputs, target = stream.load(0, RECORDS)
+    inputs, target = stream.load(range(RECORDS))
     in_memory = batch_source(stream.loss, stream.params, inputs, target, has_aux=True, samples=8)
     for result in (stream_source(stream, RECORDS)(clipping), in_memory(clipping)):
         assert_same(result, expected_of(model, batch, clipping))

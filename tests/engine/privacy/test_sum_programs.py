@@ -203,7 +203,7 @@ def streams_of(model: nn.Module, rows: Block, capture: Any = "auto") -> RecordSt
     objective = Objective(model, F.cross_entropy)
     return RecordStreams(
         Records.of_rows(len(rows.inputs[0])),
-        rows.at,
+        rows,
         objective.loss,
         objective.params,
         lambda loss, read: Stream(

@@ -50,7 +50,7 @@ class LoadedRows:
         """All rows of these examples: what is trained again has to fit into memory. Raises ModelError where
         they would have to be padded for a model that does not ignore padding.
         """
-        block = examples.read(0, len(examples))
+        block = examples.rows.take(range(len(examples)))
         if block.lengths is not None and block.ragged is not None and not block.ragged.masked:
             shortest, longest = int(block.lengths.min()), int(block.lengths.max())
             if shortest < longest:
@@ -59,11 +59,8 @@ class LoadedRows:
                     " does not ignore padding",
                     hint="give the model a mask as an input, or evaluate on rows of one length",
                 )
-        return LoadedRows(
-            *to_device(
-                block.inputs, block.target, examples.device, next(iter(examples.params.values())).dtype
-            )
-        )
+        there = to_device(block, examples.device, next(iter(examples.params.values())).dtype)
+        return LoadedRows(there.inputs, there.target)
 
 
 @dataclass(frozen=True)

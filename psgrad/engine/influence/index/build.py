@@ -102,7 +102,7 @@ def _agree_on_chunk_size(examples: Examples, processes: Processes, number: int) 
         examples.stream.choose_chunk_size(len(examples))
         return examples.stream.chunk_facts()
 
-    examples.stream.take_chunk_facts(processes.agreed(f"index.{number}.chunk", found))
+    examples.stream.fix_chunk_size(*processes.agreed(f"index.{number}.chunk", found))
 
 
 def write_sums(store: IndexStore, checkpoints: Iterable[int], processes: Processes | None = None) -> None:

@@ -48,7 +48,7 @@ class GradientProducts(Fitted):
         self.training, self.factor = training, factor
 
     def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
-        prepared = queries.stream.gradients(0, len(queries))
+        prepared = queries.gradients(range(len(queries)))
         for rows, part in self.training.each(lambda gradients: {"scores": gradients.inner(prepared)}):
             yield ScoreBlock(rows.start, rows.stop, part["scores"] * self.factor)
 
@@ -89,7 +89,7 @@ class GradientCosines(Fitted):
         self.training = training
 
     def scores(self, queries: Examples) -> Iterator[ScoreBlock]:
-        prepared = queries.stream.gradients(0, len(queries))
+        prepared = queries.gradients(range(len(queries)))
         query_norms = prepared.square_norms().sqrt()
 
         def cosines(gradients: Any) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from psgrad.engine.measures.measure import (
 )
 from psgrad.engine.measures.passes import plain_objective, refusing, row_pass
 from psgrad.errors import MeasureError
-from psgrad.ragged import joined, padded_and_joined
+from psgrad.ragged import padded_and_joined
 
 _AT_ONCE = 8
 
@@ -65,7 +65,7 @@ class Attribution(Measure):
             require_classes(self, setting)
         self._setting = setting
         examples = setting.examples
-        inputs, _ = examples.stream.load(0, 1)
+        inputs, _ = examples.stream.load([0])
         try:
             places = places_of(examples.objective, inputs)
         except Exception:  # the model fails, and again in the first pass, whose error names the row
@@ -86,7 +86,7 @@ class Attribution(Measure):
         shown = shown_rows(rows)
         if not self._setting.shows_inputs or not len(shown):
             return Gathered(numbers=numbers)
-        ragged = self._setting.examples.stream.read(0, 1).ragged is not None
+        ragged = self._setting.examples.stream.take([0]).ragged is not None
         found = [self._maps(part) for part in shown.split(1 if ragged else _AT_ONCE)]
         return Gathered(
             numbers=numbers,
@@ -135,8 +135,9 @@ class Attribution(Measure):
     def _maps(self, rows: torch.Tensor) -> Arrays:
         """The maps of these rows, on the CPU."""
         stream = self._setting.examples.stream
-        batch = joined([stream.read(row, row + 1) for row in rows.tolist()])
-        inputs, target = to_device(batch.inputs, batch.target, stream.device, stream.dtype)
+        batch = stream.take(rows.tolist())
+        there = to_device(batch, stream.device, stream.dtype)
+        inputs, target = there.inputs, there.target
         values, _ = self.attributed(Point.of(self._scalar, inputs, target, rows.to(stream.device)))
         arrays = {
             f"map_{number}": part.float().cpu() for number, part in self._of_inputs(values, inputs).items()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import JacobianRows
 from psgrad.engine.execution.row_grams import gram_matrix
-from psgrad.engine.measures.builtin.projected_gradients import chosen_rows, examples_at
+from psgrad.engine.measures.builtin.projected_gradients import chosen_rows
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.transforms import vmap
 from psgrad.errors import MeasureError, one_line
@@ -87,10 +87,8 @@ class NTK(Measure):
         if n < int(usable.sum()):
             by_class = ", as many of each class as there are" if labels is not None else ""
             setting.say(f"ntk: of {n:,} of {int(rows['ok'].sum()):,} samples, drawn at random{by_class}")
-        some = examples_at(setting.examples, chosen)
-        jacobians = JacobianRows(
-            some.objective, some.read, some.count, some.options, some.numbers, per_sample=outputs
-        )
+        some = setting.examples.at(chosen)
+        jacobians = JacobianRows(some.objective, some.rows, some.options, some.numbers, per_sample=outputs)
         whole = gram_matrix(jacobians).cpu()
         whole = (whole + whole.t()) / 2
         blocks = whole.reshape(n, outputs, n, outputs)
@@ -132,7 +130,7 @@ def _outputs_of(examples: Examples) -> int:
     """C, numbers in the model's output for one sample. Raises MeasureError where it is not one tensor of real
     numbers.
     """
-    inputs, _ = examples.stream.load(0, 1)
+    inputs, _ = examples.stream.load([0])
     output = vmap(examples.objective.predict, in_dims=(None, 0), randomness=examples.stream.randomness)(
         examples.params, inputs
     )
@@ -157,7 +155,7 @@ def _classes(setting: Setting, some: Examples) -> torch.Tensor | None:
     """[n] int64: the classes of the chosen samples; None where they have none, one each."""
     if setting.kind not in ("class", "binary"):
         return None
-    target = some.read(0, some.count).target
+    target = some.rows.take(range(some.count)).target
     if target is None or target[0].numel() != 1:
         return None
     target = target.reshape(-1)

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 
-from psgrad.engine.execution.examples import Examples
 from psgrad.engine.free_memory import free_host_memory
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting
 from psgrad.errors import MeasureError
-from psgrad.ragged import Block, joined
 
 COLUMN = "projected_gradients"
 
@@ -351,13 +349,3 @@ def chosen_rows(
         turn[order] = torch.arange(len(rows)) - (sizes.cumsum(0) - sizes)[of_class[order]]
         rows = rows[turn.argsort(stable=True)]
     return rows[:count].sort().values
-
-
-def examples_at(examples: Examples, rows: torch.Tensor) -> Examples:
-    """The examples of these rows [k], counted from 0."""
-    numbers = rows.tolist()
-
-    def read(start: int, stop: int) -> Block:
-        return joined([examples.read(row, row + 1) for row in numbers[start:stop]])
-
-    return replace(examples, read=read, count=len(numbers), numbers=examples.numbers_of(rows))

@@ -47,7 +47,7 @@ class TokenLoss(Measure):
         self._setting = setting
         self._objective = plain_objective(setting.examples)
         self._tokens: list[int] = []
-        inputs, _ = setting.examples.stream.load(0, 1)
+        inputs, _ = setting.examples.stream.load([0])
         try:
             places = {place.input for place in places_of(self._objective, inputs) if place.module is not None}
         except Exception:  # the model fails, and again in the first pass, whose error names the row
@@ -88,7 +88,7 @@ class TokenLoss(Measure):
 
     def _maps(self, row: int) -> Arrays:
         """The maps of one row, on the CPU."""
-        inputs, target = self._setting.examples.stream.load(row, row + 1)
+        inputs, target = self._setting.examples.stream.load([row])
         arrays: Arrays = {}
         for number in self._tokens:
             ids = inputs[number]

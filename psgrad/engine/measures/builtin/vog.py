@@ -62,7 +62,7 @@ class VoG(Measure):
         require_checkpoints(self, setting, 3, "two gradients have a difference, and no spread to speak of")
         self._setting = setting
         examples = setting.examples
-        inputs, _ = examples.stream.load(0, 1)
+        inputs, _ = examples.stream.load([0])
         try:
             self._places = places_of(examples.objective, inputs)
         except Exception:  # the model fails, and again in the first pass, whose error names the row
