@@ -8,6 +8,7 @@ read in streams of records of about the same length, so that a user of two rows 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -187,18 +188,9 @@ class RecordStreams:
 
     def of(self, records: Records, rows: Rows) -> RecordStreams:
         """The same of other records."""
-        return RecordStreams(
-            records,
-            rows,
-            self._loss,
-            self.params,
-            self._make,
-            coins=self.coins,
-            reads_by_code=self.read_coins is not None,
-            alone=self.alone,
-            randomness=self._randomness,
-            zero_on_error=self.zero_on_error,
-        )
+        other = copy(self)
+        other.records, other._rows, other._streams = records, rows, {}
+        return other
 
     def source(self, records: npt.ArrayLike, *place: int) -> GradientSource:
         """The clipped sum of these records, possibly none. place: the step, and the rank, to which their

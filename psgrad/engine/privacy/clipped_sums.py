@@ -31,7 +31,7 @@ A record whose gradient is not finite adds nothing, and none of its numbers reac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.terms import square_norm
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.coins import Coins, Draws, Seeds
-from psgrad.engine.privacy.full_precision import autocast_around, in_full_precision
+from psgrad.engine.privacy.full_precision import autocast_on, in_full_precision
 from psgrad.engine.privacy.sum_programs import SumPrograms
 
 Sums = dict[str, torch.Tensor]
@@ -86,12 +86,7 @@ class RecordColumns:
         if not parts:
             none = torch.zeros(0, dtype=torch.float64)
             return cls(none, none, none.reshape(0, groups), none.bool())
-        return cls(
-            *(
-                torch.cat([getattr(part, name) for part in parts])
-                for name in ("norms", "losses", "factors", "below")
-            )
-        )
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in COLUMNS))
 
     @classmethod
     def without_gradient(cls, groups: int) -> RecordColumns:
@@ -101,19 +96,17 @@ class RecordColumns:
 
     def at(self, places: torch.Tensor) -> RecordColumns:
         """The columns of the records at these indices."""
-        return RecordColumns(
-            self.norms[places], self.losses[places], self.factors[places], self.below[places]
-        )
+        return RecordColumns(*(getattr(self, name)[places] for name in COLUMNS))
 
     def with_record(self, place: int, other: RecordColumns) -> RecordColumns:
         """These columns with the only record of `other` at one index."""
         where = torch.tensor([place])
         return RecordColumns(
-            *(
-                getattr(self, name).index_copy(0, where, getattr(other, name))
-                for name in ("norms", "losses", "factors", "below")
-            )
+            *(getattr(self, name).index_copy(0, where, getattr(other, name)) for name in COLUMNS)
         )
+
+
+COLUMNS = tuple(each.name for each in fields(RecordColumns))
 
 
 @dataclass(frozen=True)
@@ -133,19 +126,24 @@ class ClippedSum:
     @classmethod
     def of_groups(cls, parts: list[ClippedSum], groups: list[torch.Tensor]) -> ClippedSum:
         """The clipped sum of groups of records as one; `groups` holds each one's places."""
-        sums = {name: value.clone() for name, value in parts[0].sums.items()}
-        for part in parts[1:]:
-            for name, value in sums.items():
-                value.add_(part.sums[name])
-        order = torch.cat(groups).cpu().argsort()
-        return cls(sums, RecordColumns.joined([part.records for part in parts]).at(order))
+        total = Total()
+        for part in parts:
+            total.add(part)
+        whole, order = total.result(), torch.cat(groups).cpu().argsort()
+        return cls(whole.sums, whole.records.at(order))
 
 
 class Total:
-    """Clipped sums, added up in float64."""
+    """Clipped sums, added up in float64.
 
-    def __init__(self, clipping: Clipping, params: Mapping[str, torch.Tensor]) -> None:
-        self._clipping, self._params = clipping, params
+    Args:
+        clipping, params: of the sum of no records; None where one is added at least.
+    """
+
+    def __init__(
+        self, clipping: Clipping | None = None, params: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        self._groups, self._params = 1 if clipping is None else len(clipping.groups), params or {}
         self._sums: Sums = {}
         self._records: list[RecordColumns] = []
 
@@ -165,10 +163,8 @@ class Total:
             name: torch.zeros(value.shape, dtype=torch.float64, device=value.device)
             for name, value in self._params.items()
         }
-        return ClippedSum(
-            {name: sums[name] for name in self._params},
-            RecordColumns.joined(self._records, len(self._clipping.groups)),
-        )
+        sums = {name: sums[name] for name in self._params or sums}
+        return ClippedSum(sums, RecordColumns.joined(self._records, self._groups))
 
 
 class Clipper:
@@ -210,7 +206,7 @@ class Clipper:
         """The clipped sum of at least one record. The arguments are those of `per_sample_gradients`."""
         keep_freed_memory()
         options = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
-        self._autocast = autocast_around(params)
+        self._autocast = autocast_on(params)
         with in_full_precision(loss, params) as loss, self.coins.kept():
             chunk = _RecordChunk(loss, params, batch, options)
             records = torch.arange(self.rows or chunk.records, device=chunk.device)
@@ -262,7 +258,7 @@ class Clipper:
         if passes is not None and draws is not None:
             passes.append(draws)
         sums, losses, norms, factors, cancelling = found
-        chosen = _ClippedNorms(self.clipping, bounds, norms, factors)
+        chosen = ClippedNorms(self.clipping, bounds, norms, factors)
         columns = chosen.columns(losses).at(records.cpu())
         for place in torch.nonzero(cancelling[records]).flatten().tolist():
             # With new coins: whether a record cancels depends on its own ones alone.
@@ -278,12 +274,12 @@ class Clipper:
         """Of a full batch: the sums over the samples that count [n], without those that cancel; losses [n],
         norms and factors [groups, n], and which samples cancel [n].
         """
-        chosen: list[_ClippedNorms] = []
+        chosen: list[ClippedNorms] = []
         cancelling = counted
 
         def weights(norms: SquareNorms) -> dict[str, torch.Tensor]:
             nonlocal cancelling
-            chosen.append(_ClippedNorms.of(self.clipping, norms.by_parameter, bounds))
+            chosen.append(ClippedNorms.of(self.clipping, norms.by_parameter, bounds))
             cancelling = chosen[0].cancelling(norms.absolute)
             return self.clipping.by_parameter(chosen[0].factors.masked_fill(cancelling, 0.0))
 
@@ -337,7 +333,7 @@ def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:
     (part,) = gradients.parts  # a record agrees with itself
     values = {name: _in_float64(gradient) for name, gradient in part.gradients.items()}
     squares = {name: square_norm(value) for name, value in values.items()}
-    chosen = _ClippedNorms.of(clipping, squares, clipping.bounds(gradients.losses.device))
+    chosen = ClippedNorms.of(clipping, squares, clipping.bounds(gradients.losses.device))
     factors = clipping.by_parameter(chosen.factors)
     sums = {
         name: torch.where(factors[name] == 0, 0.0, value * factors[name])[0] for name, value in values.items()
@@ -346,7 +342,7 @@ def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:
 
 
 @dataclass(frozen=True)
-class _ClippedNorms:
+class ClippedNorms:
     """The bounds [groups, 1], the norms [groups, n] of some records, and their factors [groups, n]."""
 
     clipping: Clipping
@@ -357,7 +353,7 @@ class _ClippedNorms:
     @classmethod
     def of(
         cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor], bounds: torch.Tensor
-    ) -> _ClippedNorms:
+    ) -> ClippedNorms:
         """The factors of these norms."""
         norms = clipping.group_norms(square_norms)
         factors = clipping.factors(norms, bounds)

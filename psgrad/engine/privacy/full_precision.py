@@ -23,34 +23,20 @@ def in_full_precision(
     """`full_float32` on the device of the parameters, and the loss as it runs in it: autocast that is on
     outside is on in the loss alone.
     """
-    device = next(iter(params.values())).device
-    loss = with_autocast_inside(loss, device)
-    with full_float32(device):
-        yield loss
-
-
-def with_autocast_inside(loss: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The loss under the autocast that is on where this is called, if any, for callers that turn it off
-    around the loss.
-    """
-    dtype = _autocast_on(device)
-    if dtype is None:
-        return loss
+    device, dtype = next(iter(params.values())).device, autocast_on(params)
 
     def cast(*args: Any) -> Any:
         with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
             return loss(*args)
 
-    return cast
+    with full_float32(device):
+        yield loss if dtype is None else cast
 
 
-def autocast_around(params: Mapping[str, torch.Tensor]) -> torch.dtype | None:
+def autocast_on(params: Mapping[str, torch.Tensor]) -> torch.dtype | None:
     """The dtype of the autocast that is on, on the device of the parameters; None where it is off."""
-    return _autocast_on(next(iter(params.values())).device)
-
-
-def _autocast_on(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    kind = next(iter(params.values())).device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 @contextmanager

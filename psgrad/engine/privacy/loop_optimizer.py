@@ -145,12 +145,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
             raise ConfigError("step was given a closure; expected one gradient a step: no closure")
-        training = self._training
-        clipped = training.clipped(np.arange(0))  # of the batch that the loop has
-        self._account.pay(training.event())
+        self._training.step(self._pay, np.arange(0))  # of the batch that the loop has
+
+    def _pay(self, event: StepEvent) -> None:
+        self._account.pay(event)
         self.param_groups[0][_ACCOUNT] = self._account.content()
         _TRAINED.add(self._model)
-        training.update(training.noised(clipped))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.original_optimizer.zero_grad(set_to_none)

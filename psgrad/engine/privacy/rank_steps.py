@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.execution.ranks import Arrays, Processes
-from psgrad.engine.privacy.clipped_sums import ClippedSum, RecordColumns
+from psgrad.engine.privacy.clipped_sums import COLUMNS, ClippedSum, RecordColumns
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.errors import DistributedError
 
@@ -33,7 +33,6 @@ Source = Callable[[RowNumbers, int], Callable[[Clipping], ClippedSum]]
 """Record numbers and a step to the clipped sum of these records, with their coins of the step."""
 
 _MODEL, _STEP, _SUMS = "private model", "private step", "private sums"  # what ranks send
-_COLUMNS = ("norms", "losses", "factors", "below")
 _WEIGHT, _SUM = "weight.", "sum."
 _ENDED = -1  # in place of the number of a step
 
@@ -68,7 +67,7 @@ class RankSteps:
             self._sending = False
             share = self._summed(drawn, step, clipping)
             _require_each_once(share, drawn, step)
-            columns = {name: torch.cat(share.columns[name]) for name in _COLUMNS}
+            columns = {name: torch.cat(share.columns[name]) for name in COLUMNS}
             return ClippedSum(share.sums, RecordColumns(**columns))
 
         return found
@@ -117,7 +116,7 @@ class _Share:
     def __init__(self, clipped: ClippedSum, records: RowNumbers, step: int) -> None:
         self.sums: Arrays = dict(clipped.sums)
         about = {"records": torch.from_numpy(records), "step": torch.tensor([step])}
-        about |= {name: getattr(clipped.records, name) for name in _COLUMNS}
+        about |= {name: getattr(clipped.records, name) for name in COLUMNS}
         self.columns = {name: [value] for name, value in about.items()}
 
     def state(self) -> Arrays:

@@ -159,12 +159,15 @@ class PrivateTraining:
         self.optimizer.zero_grad(set_to_none=True)
         self.taken += 1
 
-    def step(self, pay: Callable[[StepEvent], None] = lambda _: None) -> NoisySum:
+    def step(
+        self, pay: Callable[[StepEvent], None] = lambda _: None, records: np.ndarray | None = None
+    ) -> NoisySum:
         """A whole step: draw, sum, pay, noise, update. An empty batch is a step like any other: noise alone.
 
-        pay: called before anything is released: the place to write the ledger.
+        pay: called before anything is released: the place to write the ledger. records: that were drawn;
+        None to draw them here.
         """
-        clipped = self.clipped(self.draw())
+        clipped = self.clipped(self.draw() if records is None else records)
         pay(self.event())
         noisy = self.noised(clipped)
         self.update(noisy)

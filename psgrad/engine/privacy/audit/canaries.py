@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from psgrad.engine.privacy.batches import GradientSource
-from psgrad.engine.privacy.clipped_sums import ClippedSum, RecordColumns, Total
+from psgrad.engine.privacy.clipped_sums import ClippedNorms, ClippedSum, RecordColumns, Total
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.errors import ConfigError
 
@@ -103,10 +103,6 @@ class Canaries:
             result[name][spikes.canaries] = self.sizes[name] ** 2
         return {name: norms[who] for name, norms in result.items()}
 
-    def nothing(self, clipping: Clipping) -> ClippedSum:
-        """The clipped sum of no records."""
-        return Total(clipping, self.params).result()
-
     def read(self, sums: Mapping[str, torch.Tensor], clipping: Clipping) -> np.ndarray:
         """[count] float64: each canary's part in these sums, the unit being the whole norm that a record can
         have.
@@ -157,10 +153,10 @@ def with_canaries(
     )
 
     def found(clipping: Clipping) -> ClippedSum:
-        norms = clipping.group_norms(canaries.square_norms(chosen))
-        factors = clipping.factors(norms)
-        weights = clipping.by_parameter(factors)
-        base = canaries.nothing(clipping) if source is None else source(clipping)
+        bounds = clipping.bounds(torch.device("cpu"))
+        clipped = ClippedNorms.of(clipping, canaries.square_norms(chosen), bounds)
+        weights = clipping.by_parameter(clipped.factors)
+        base = Total(clipping, canaries.params).result() if source is None else source(clipping)
         sums = dict(base.sums)
         position = torch.full((canaries.count,), -1, dtype=torch.int64)
         position[chosen] = torch.arange(len(chosen))
@@ -171,13 +167,7 @@ def with_canaries(
             total = sums[name].clone(memory_format=torch.contiguous_format)
             total.view(-1).index_add_(0, places.to(total.device), values.to(total.device, total.dtype))
             sums[name] = total
-        bounds = norms.new_tensor([group.bound for group in clipping.groups]).unsqueeze(1)
-        columns = RecordColumns(
-            torch.linalg.vector_norm(norms, dim=0),
-            torch.zeros(len(chosen), dtype=torch.float64),
-            factors.t(),
-            (norms <= bounds).all(0),
-        )
+        columns = clipped.columns(torch.zeros(len(chosen)))
         return ClippedSum(sums, RecordColumns.joined([base.records, columns]))
 
     return found
