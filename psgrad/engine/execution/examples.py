@@ -30,7 +30,6 @@ from psgrad.engine.transforms.private_torch import tree_flatten, tree_map, tree_
 # Most bytes and chunks that a process computes before it sends its columns to the others; one chunk at least.
 _ROUND_BYTES, _ROUND_CHUNKS = 1 << 25, 16
 
-Query = Callable[[PerSampleGradients], dict[str, torch.Tensor]]
 Tree = TypeVar("Tree")
 
 
@@ -146,7 +145,7 @@ class Examples:
         summing: _ChunkSum[Tree] = _ChunkSum(query)
 
         def own_sum() -> Tree:
-            for _ in self._of_own_rows(summing, compute):
+            for _ in self.of_own_rows(summing, compute):
                 pass
             if summing.total is not None:
                 return summing.total
@@ -165,7 +164,7 @@ class Examples:
         """Let a measure keep what it gathers of this process's share of the rows."""
 
         def own_rows() -> None:
-            for _ in self._of_own_rows(measure, compute):
+            for _ in self.of_own_rows(measure, compute):
                 pass
 
         self.processes.together("a pass", own_rows)
@@ -210,7 +209,7 @@ class Examples:
         stop: int | None = None,
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """The columns of all rows, in order, on each process; a measure gathers of its process's share."""
-        stop = self._count(compute) if stop is None else stop
+        stop = self.count * self._pass(compute)[2] if stop is None else stop
         if self.processes.size == 1:
             yield from self._computed(measure, compute, start, stop)
             return
@@ -253,17 +252,9 @@ class Examples:
         own = RowPart.of(self.processes.rank + 1, self.processes.size, self.count, 1).rows
         return range(own.start * each, own.stop * each)
 
-    def of_own_rows(self, query: Query) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        """As `each`, of these rows; to be called in `processes.together`."""
-        return self._of_own_rows(QueryColumns(query), None)
-
     def _pass(self, compute: Callable[..., Any] | None) -> tuple[Stream, Callable[..., Any] | None, int]:
         """The stream of a pass, what it computes of a chunk, and how many rows a sample has in it."""
         return self.stream, compute, 1
-
-    def _count(self, compute: Callable[..., Any] | None) -> int:
-        """How many rows a pass has."""
-        return self.count * self._pass(compute)[2]
 
     def _computed(
         self, measure: ChunkMeasure, compute: Callable[..., Any] | None, start: int, stop: int
@@ -275,9 +266,10 @@ class Examples:
             self.watch(columns.stop - columns.start, self.count)
             yield slice(columns.start * each, columns.stop * each), columns.values
 
-    def _of_own_rows(
-        self, measure: ChunkMeasure, compute: Callable[..., Any] | None
+    def of_own_rows(
+        self, measure: ChunkMeasure, compute: Callable[..., Any] | None = None
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        """As `run`, of this process's share of the rows; to be called in `processes.together`."""
         own = self.own_rows(compute)
         return self._computed(measure, compute, own.start, own.stop)
 

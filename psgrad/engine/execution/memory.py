@@ -65,10 +65,8 @@ def keep_freed_memory() -> None:
         torch.empty((1 << 25) - (1 << 13), dtype=torch.uint8, device="cpu")
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = (
-    -1,
-    -3,
-)  # of mallopt, https://man7.org/linux/man-pages/man3/mallopt.3.html
+# Of mallopt, https://man7.org/linux/man-pages/man3/mallopt.3.html
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @cache

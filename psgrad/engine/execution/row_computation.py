@@ -107,10 +107,6 @@ class RowComputation:
             compute = how if of_rows is None else of_rows(rows)
             return self.pass_of(compute)(self.params, some.inputs, some.target)
 
-        def out_of_memory() -> None:
-            self.retries += 1
-            self.give_back()
-
         def replayed(some: Block, rows: int) -> Any:
             assert replay is not None
             return first_rows(replay(some), rows, len(some))
@@ -118,7 +114,7 @@ class RowComputation:
         few_shapes = None if replay is None else replayed
         if getattr(how, "few_shapes", False):
             few_shapes = run
-        return self.ragged.computed(block, run, keeps_factors(how), out_of_memory, few_shapes)
+        return self.ragged.computed(block, run, keeps_factors(how), self.give_back, few_shapes)
 
     def pass_of(self, how: Callable[..., Any]) -> Callable[..., Any]:
         """per_sample_gradients or per_sample_square_norms, as a function of the parameters and a chunk."""
@@ -165,7 +161,8 @@ class RowComputation:
         return measured_memory(takes, len(places), budget, most)
 
     def give_back(self) -> None:
-        """Free the memory that is not needed."""
+        """Free the memory that is not needed, as memory ran out."""
+        self.retries += 1
         for give_back in self.at_need:
             give_back()
         gc.collect()

@@ -44,7 +44,6 @@ from psgrad.errors import MeasureError, PsgradError
 from psgrad.ragged import Block
 
 _PROBE = 8
-Positions = tuple[int, int]
 
 
 class Stream(RowComputation):
@@ -124,7 +123,7 @@ class Stream(RowComputation):
 
     def fix_chunk_size(self, size: int, *positions: int) -> None:
         """Take `size` rows at a time from now on, as an earlier run or another process does, with its
-        `positions`: then the numbers are the same to the last bit.
+        positions (`chunk_facts`): then the numbers are the same to the last bit.
         """
         self.chunk_size, self.automatic = size, False
         if positions:
@@ -161,26 +160,19 @@ class Stream(RowComputation):
         self.chunk_size = min(self.ragged.take(tokens, longest), LARGEST_AUTO_CHUNK)
 
     def chunk_facts(self) -> list[int]:
-        """The chunk size and, where there are some, the positions: for `fix_chunk_size` elsewhere."""
-        return [self.chunk_size, *(self.positions or ())]
-
-    @property
-    def positions(self) -> Positions | None:
-        """Where rows differ in length: how many positions are computed at once, and those of the row that
-        this was found by; None where it was not found here.
+        """The chunk size, and, where rows differ in length and it was found here, how many positions are
+        computed at once and those of the row that this was found by: for `fix_chunk_size` elsewhere.
         """
         tokens, longest = self.ragged.tokens, self.ragged.longest
-        return None if tokens is None or longest is None else (tokens, longest)
+        return [self.chunk_size, *([] if tokens is None or longest is None else [tokens, longest])]
 
     @property
     def rows_at_longest(self) -> int:
         """How many rows may be computed at once if all are as long as the longest that chunks were sized
         by.
         """
-        if self.positions is None:
-            return self.chunk_size
-        tokens, longest = self.positions
-        return max(1, min(self.chunk_size, tokens // longest))
+        size, *positions = self.chunk_facts()
+        return max(1, min(size, positions[0] // positions[1])) if positions else size
 
     def run(
         self,
@@ -349,7 +341,6 @@ class Stream(RowComputation):
         a chunk of that size fails again, later chunks have half of it. A row that fails alone is tried once
         more, with nothing else in memory.
         """
-        self.retries += 1
         where = f"rows {rows[0]} to {rows[-1]}" if len(rows) > 1 else f"row {rows[0]}"
         if len(rows) == 1:
             self._alone = rows

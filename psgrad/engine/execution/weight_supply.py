@@ -35,9 +35,11 @@ class Supply:
         self._last: tuple[WeightSource | None, WeightSource | None] = (None, None)
         self._ahead: tuple[WeightSource, Future[_Arrival]] | None = None
         self._reader: ThreadPoolExecutor | None = None
-        self._side = side_stream(device)
+        self._side: Any = None  # a stream for copies beside the one that operators run on
         if device.type == "cpu":
             give_freed_memory_back()
+        elif hasattr(module := torch.get_device_module(device), "Stream"):
+            self._side = module.Stream(device)
         self._using = threading.Lock()
 
     def bring(self, source: WeightSource, view: Tensor) -> Tensor:
@@ -105,14 +107,6 @@ class Supply:
     def _read(self, source: WeightSource) -> _Arrival:
         pinned = self._side is not None
         return _Arrival(source.read(source.layout, pinned=pinned), self.device, self._side)
-
-
-def side_stream(device: torch.device) -> Any:
-    """A stream for copies beside the one that operators run on; None for a device without streams."""
-    if device.type == "cpu":
-        return None
-    module = torch.get_device_module(device)
-    return module.Stream(device) if hasattr(module, "Stream") else None
 
 
 class _Arrival:

@@ -18,7 +18,7 @@ import torch
 
 from psgrad.engine.execution.buckets import SumOverSamples
 from psgrad.engine.execution.chunk_replay import replayable
-from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.examples import Examples, QueryColumns
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.output_rows import (
     OutputRows,
@@ -156,7 +156,7 @@ class RowProducts(CurvatureProducts):
 
         def fit() -> bool:
             own, stored_bytes = source.own_rows(), 0
-            for done, _ in source.of_own_rows(keep):
+            for done, _ in source.of_own_rows(QueryColumns(keep)):
                 more = stored.pop()
                 stored.clear()  # of attempts that ran out of memory
                 chunks.extend(more)
