@@ -227,7 +227,7 @@ class ImageSamples(TableSamples):
 
     def picture(self, row: int) -> Any:
         """The image of a row as it is in the data, for people: of Pillow, as colours or grey."""
-        content, named = self._content(self._rows.read(row, row + 1), 0, self._rows.row_name(row))
+        content, named = self._content(self._rows.take([row]), 0, self._rows.row_name(row))
         return decoded(content, named, self._channels)
 
     def _is_number(self, name: str) -> bool:
@@ -272,7 +272,7 @@ class ImageSamples(TableSamples):
         """
         found, digests = {1}, bytearray()
         for start in range(0, rows.count, _ROWS_PER_PART):
-            table = rows.read(start, min(start + _ROWS_PER_PART, rows.count))
+            table = rows.take(range(start, min(start + _ROWS_PER_PART, rows.count)))
             for place in range(table.num_rows):
                 try:
                     content, named = self._content(table, place, rows.row_name(start + place))

@@ -107,7 +107,7 @@ class TextSamples(Samples):
         return Block(tuple(inputs), target, lengths, self.ragged)
 
     def describe(self, row: int) -> str:
-        return self._task.describe(TextRows(self._rows.read(row, row + 1), [row], self._rows.place))
+        return self._task.describe(TextRows(self._rows.take([row]), [row], self._rows.place))
 
     def row_name(self, row: int) -> str:
         return self._rows.row_name(row)

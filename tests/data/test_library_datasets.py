@@ -46,7 +46,7 @@ def error(folder: Path, name: str, kind: type[PsgradError] = ConfigError, **opti
 def test_a_folder_of_one_dataset(tmp_path: Path) -> None:
     table().save_to_disk(tmp_path / "set")
     rows = opened(tmp_path, "set")
-    assert rows.read(2, 4).to_pydict() == {"label": [0, 1], "text": ["t2", "t3"]}
+    assert rows.take(range(2, 4)).to_pydict() == {"label": [0, 1], "text": ["t2", "t3"]}
     assert rows.take(np.array([5, 1, 5])).column("text").to_pylist() == ["t5", "t1", "t5"]
     assert rows.class_names == {"label": ("neg", "pos")}
     assert rows.place(3) == "the dataset set, row 3"
@@ -137,5 +137,5 @@ def test_a_cached_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     before = datasets.config.HF_HUB_OFFLINE
     rows = opened(tmp_path, "somebody/some_set", split="train[:2]")
-    assert rows.read(0, 2).to_pydict() == {"label": [0, 1], "text": ["t0", "t1"]}
+    assert rows.take(range(2)).to_pydict() == {"label": [0, 1], "text": ["t0", "t1"]}
     assert before == datasets.config.HF_HUB_OFFLINE

@@ -64,7 +64,7 @@ def test_rows_of_columns_of_any_type(tmp_path: Path, name: str) -> None:
     rows = opened(tmp_path, name, text="text", messages="chat", target=["x", "ids", "y"], id="uid")
 
     assert rows.count == 5
-    assert rows.read(1, 4).to_pydict() == {key: TABLE[key][1:4] for key in rows.schema.names}
+    assert rows.take(range(1, 4)).to_pydict() == {key: TABLE[key][1:4] for key in rows.schema.names}
     assert rows.take(np.array([4, 0, 4, 2])).column("text").to_pylist() == ["e", "a", "e", "c, d"]
     assert rows.column("chat").to_pylist() == TABLE["chat"]
     assert rows.fingerprint == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
@@ -215,7 +215,7 @@ def test_each_format_holds_the_same_rows(tmp_path: Path, name: str) -> None:
     write_format(tmp_path / name, columns)
     rows = opened(tmp_path, name, text="text", target=["x", "y"], id="uid")
     assert rows.column("x").to_pylist() == columns["x"]
-    assert rows.read(1, 5).to_pydict() == {key: columns[key][1:5] for key in rows.schema.names}
+    assert rows.take(range(1, 5)).to_pydict() == {key: columns[key][1:5] for key in rows.schema.names}
     assert rows.take(np.array([3, 0, 3])).column("text").to_pylist() == ["é", "a", "é"]
     message = error(tmp_path, name, ConfigError, inputs="xx")
     assert f"{name} has no column 'xx'; did you mean x?" in message
@@ -224,7 +224,7 @@ def test_each_format_holds_the_same_rows(tmp_path: Path, name: str) -> None:
 def test_txt_lines_are_the_rows_of_the_column_text(tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("one\n\ntwo two\r\n")
     rows = opened(tmp_path, "data.txt", text="text")
-    assert rows.read(0, 2).to_pydict() == {"text": ["one", "two two"]}
+    assert rows.take(range(2)).to_pydict() == {"text": ["one", "two two"]}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -56,14 +56,10 @@ class TableRows:
     def count(self) -> int:
         return int(self.table.num_rows)
 
-    def read(self, start: int, stop: int) -> pa.Table:
-        """The rows start, ..., stop - 1."""
-        return self.table.slice(start, stop - start)
-
-    def take(self, rows: Array) -> pa.Table:
+    def take(self, rows: Sequence[int] | Array) -> pa.Table:
         """Rows from anywhere, in the given order; a row may occur more than once. Others are not touched."""
         if len(rows) and (np.diff(rows) == 1).all():
-            return self.read(int(rows[0]), int(rows[-1]) + 1)
+            return self.table.slice(int(rows[0]), len(rows))
         batches, ends = self._batches
         distinct, places = np.unique(rows, return_inverse=True)
         numbers = np.searchsorted(ends, distinct, side="right")

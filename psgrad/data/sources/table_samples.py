@@ -62,7 +62,7 @@ def axis_lengths(rows: TableRows, name: str) -> Array:
     count = 1 if _is_fixed(rows.schema.field(name).type) else rows.count
     found = []
     for start in range(0, count, _ROWS_PER_PART):
-        part = rows.read(start, min(start + _ROWS_PER_PART, count)).column(name).combine_chunks()
+        part = rows.take(range(start, min(start + _ROWS_PER_PART, count))).column(name).combine_chunks()
 
         def row_name(place: int, first: int = start) -> str:
             return rows.row_name(first + place)
