@@ -291,7 +291,9 @@ def without_nonfinite(
     setup = setup.with_queries(setup.query_rows[screening.asked])
     rows = np.flatnonzero(screening.kept) if stored is None else setup.training_rows
     chosen, numbers = ChosenRows(setup.run.reader, rows), torch.from_numpy(rows)
-    views = [replace(view, training=view.training.of(chosen, numbers)) for view in setup.views]
+    views = [
+        replace(view, training=replace(view.training, rows=chosen, numbers=numbers)) for view in setup.views
+    ]
     return replace(setup, views=views, training_rows=rows), screening
 
 

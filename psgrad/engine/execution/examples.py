@@ -97,13 +97,9 @@ class Examples:
         """These examples with another scalar of (output, target) in place of the loss."""
         return replace(self, objective=self.objective.with_scalar(criterion))
 
-    def of(self, rows: Rows, numbers: torch.Tensor | None = None) -> Examples:
-        """The same of other rows. numbers: as the attribute."""
-        return replace(self, rows=rows, numbers=numbers)
-
     def at(self, rows: torch.Tensor) -> Examples:
         """Some of these examples, rows [k] counted among them."""
-        return self.of(ChosenRows(self.rows, rows), self.numbers_of(rows))
+        return replace(self, rows=ChosenRows(self.rows, rows), numbers=self.numbers_of(rows))
 
     def sized(self, chunk_size: int) -> Examples:
         """These examples, `chunk_size` rows at a time."""
@@ -157,8 +153,7 @@ class Examples:
             zeros: Tree = tree_map(torch.zeros_like, summing.total)
             return zeros
 
-        total = self.processes.together("a sum over rows", own_sum)
-        return total if self.processes.size == 1 else self._over_processes(total)
+        return self.summed(self.processes.together("a sum over rows", own_sum))
 
     def gather(self, measure: ChunkMeasure, compute: Callable[..., Any] | None = None) -> None:
         """Let a measure keep what it gathers of this process's share of the rows."""
@@ -242,10 +237,6 @@ class Examples:
         found = self.processes.gathered("a condition", {"own": torch.tensor(own)})
         return all(bool(each["own"]) for each in found)
 
-    def summed(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum of the processes' tensors, all of one shape, on each process."""
-        return own if self.processes.size == 1 else self._over_processes(own)
-
     def own_rows(self, compute: Callable[..., Any] | None = None) -> range:
         """This process's share of the rows of a pass that sums."""
         each = self._pass(compute)[2]
@@ -299,8 +290,10 @@ class Examples:
     def _sized(self) -> list[Stream]:
         return []
 
-    def _over_processes(self, own: Tree) -> Tree:
-        """The sum of the processes' pytrees of tensors."""
+    def summed(self, own: Tree) -> Tree:
+        """The sum of the processes' pytrees of tensors, all of the same shapes, on each process."""
+        if self.processes.size == 1:
+            return own
         leaves, tree = tree_flatten(own)
         sums = {str(place): leaf for place, leaf in enumerate(leaves)}
 

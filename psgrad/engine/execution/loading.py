@@ -68,9 +68,6 @@ class ChangedRows:
         return self.change(self.whole.take(rows), torch.as_tensor(rows))
 
 
-Take = Callable[[Sequence[int]], Block]
-
-
 @dataclass(frozen=True)
 class Chunk:
     """Rows that were read, still on the CPU. rows: which rows they are."""
@@ -109,7 +106,7 @@ class Loader:
 
     def __init__(
         self,
-        take: Take,
+        take: Callable[[Sequence[int]], Block],
         say: Callable[[str], None] = lambda _: None,
         alone: threading.Lock | None = None,
     ) -> None:

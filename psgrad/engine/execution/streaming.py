@@ -107,7 +107,7 @@ class Stream(RowComputation):
         )
         self.memory, self.recompute = memory, recompute
         self._too_large: int | None = None  # the smallest size that failed since one as large went through
-        self._alone: Sequence[int] | None = None  # the row that failed by itself, once
+        self._alone: int | None = None  # the row that failed by itself, once
         # Chunks of a run from row 0 on: equal for a run that goes on from a later row, whose numbers are the
         # same to the last bit.
         self._in_run = 0
@@ -222,9 +222,8 @@ class Stream(RowComputation):
 
         def smaller(piece: Chunk | range) -> Sequence[Chunk | range]:
             nonlocal reached
-            rows = piece.rows if isinstance(piece, Chunk) else piece
-            reached = max(reached, rows[-1] + 1)
-            self._out_of_memory(rows)
+            reached = max(reached, piece.stop)
+            self._out_of_memory(piece)
             return self._halves(piece)
 
         with Loader(self.take, self.say, self._nothing_is_read) as loader:
@@ -272,7 +271,7 @@ class Stream(RowComputation):
         except PsgradError:
             raise
         except Exception as error:
-            if is_out_of_memory(error) and self._alone != chunk.rows:
+            if is_out_of_memory(error) and not (len(chunk) == 1 and self._alone == chunk.start):
                 raise
             raise self._failure(error, chunk) from error
         for measure in measures:
@@ -334,16 +333,16 @@ class Stream(RowComputation):
         for replay in self.replays.values():
             replay.drop_program()
 
-    def _out_of_memory(self, rows: Sequence[int]) -> None:
+    def _out_of_memory(self, rows: Chunk | range) -> None:
         """Remember that these rows were too many, and free the memory that is not needed.
 
         The first failure may be due to these rows or to another program, so later chunks keep their size. If
         a chunk of that size fails again, later chunks have half of it. A row that fails alone is tried once
         more, with nothing else in memory.
         """
-        where = f"rows {rows[0]} to {rows[-1]}" if len(rows) > 1 else f"row {rows[0]}"
+        where = f"rows {rows.start} to {rows.stop - 1}" if len(rows) > 1 else f"row {rows.start}"
         if len(rows) == 1:
-            self._alone = rows
+            self._alone = rows.start
             again = self.recompute is not None and self.recompute.switch_on()
             how = ", and with its blocks run again in the backward pass from now on" if again else ""
             self.say(f"out of memory on {where} alone; trying it once more, with nothing else in memory{how}")

@@ -169,7 +169,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
             return block
 
         with pytest.raises(InfluenceError, match="the last row is bad"):
-            row_norms(training.of(ChangedRows(training.rows, bad)))
+            row_norms(replace(training, rows=ChangedRows(training.rows, bad)))
         return str(len(row_norms(training).losses))
 
     assert by_ranks(3, found) == [str(ROWS)] * 3
