@@ -90,7 +90,9 @@ class BatchPass:
         with level.body(attach=False):
             traced = [x if d is None else level.lift(x) for x, d in zip(in_front, self.dims, strict=True)]
             arguments = (dict(self.params), *unflatten(traced, self.structure))
-            found = cotangents_and_value(self.loss, (0,), arguments, {}, self.has_aux, complete)
+            found = cotangents_and_value(
+                self.loss, (0,), arguments, {}, self.has_aux, level.of_shared, complete
+            )
             aux = map_leaves(
                 lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, found.aux
             )

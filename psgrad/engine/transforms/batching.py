@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import traceback
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -68,6 +69,7 @@ class BatchLevel(SampleAxis):
         super().__init__(size, randomness)
         self.deferral = deferral
         self.has_deferred = False
+        self.defers = False  # whether a contraction over the sample axis may be deferred now
 
     def explained(self, error: BaseException) -> TransformError | None:
         # nn.functional raises this for a batch of one, before any operator runs.
@@ -94,8 +96,8 @@ class BatchLevel(SampleAxis):
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.has_fresh and self._has_fresh((*args, *kwargs.values()) if kwargs else args):
             return process_fresh(self, op, args, kwargs)
-        if self.deferral is not None and (self.has_deferred or state.cotangent_is_shared):
-            result = self._defer(self.deferral, op, args, kwargs)
+        if self.defers or self.has_deferred:
+            result = self._defer(op, args, kwargs)
             if result is not NotImplemented:
                 return result
         operator = rules_of(op)
@@ -142,18 +144,14 @@ class BatchLevel(SampleAxis):
         self, value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int = 0
     ) -> BatchTracer:
         """The tracer of a new result, with the strides that PyTorch gives one sample's result."""
-        if (
-            value.is_contiguous()
-            if state.in_backward_pass
-            else is_contiguous_throughout(value, op, args, kwargs)
-        ):
+        if is_contiguous_throughout(value, op, args, kwargs) if state.interpreting else value.is_contiguous():
             return traced(value, self)
         own = strides_of(value)[1:]
         shape = value.shape[1:]
         strides = (
-            dense_strides(shape, own)
-            if state.in_backward_pass
-            else strides_of_one_sample(value, op, args, kwargs, place)
+            strides_of_one_sample(value, op, args, kwargs, place)
+            if state.interpreting
+            else dense_strides(shape, own)
         )
         tracer = make_wrapper(BatchTracer, shape, strides, 0, dtype=value.dtype, device=value.device)
         tracer.value, tracer.level, tracer.has_other_layout = value, self, has_other_layout(value, strides)
@@ -168,10 +166,20 @@ class BatchLevel(SampleAxis):
 
         return map_tracers(made, result)
 
-    def _defer(self, deferral: Deferral, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not (state.cotangent_is_shared and deferral.starts(op)) and not (
-            self.has_deferred and self._waiting(args)
-        ):
+    def of_shared(self, closure: Callable[..., Any], *arrived: Any) -> Any:
+        """The result of a VJP: the cotangent of a value that all samples share. Only there a contraction over
+        the sample axis may stay un-run.
+        """
+        before, self.defers = self.defers, self.deferral is not None
+        try:
+            return closure(*arrived)
+        finally:
+            self.defers = before
+
+    def _defer(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        deferral = self.deferral
+        assert deferral is not None
+        if not (self.defers and deferral.starts(op)) and not (self.has_deferred and self._waiting(args)):
             return NotImplemented
         self.has_deferred = True
         result = deferral.apply(self.batch, op, args, kwargs)

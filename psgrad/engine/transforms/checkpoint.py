@@ -130,7 +130,9 @@ class RecomputedCall(Call):
 
         def pull(cotangents: Cotangents) -> Cotangents:
             ends, starts = run_again(cotangents)
-            cotangents_of_inputs = pull_back(ends, starts, keep=False, attached=level.attached)
+            cotangents_of_inputs = pull_back(
+                ends, starts, keep=False, attached=level.attached, of_shared=level.of_shared
+            )
             of_args = dict(zip(needed, cotangents_of_inputs, strict=False))
             return [of_args.get(i) for i in range(len(values))] + cotangents_of_inputs[len(needed) :]
 

@@ -85,12 +85,13 @@ def cotangents_and_value(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     has_aux: bool,
+    of_shared: Callable[..., Any] | None = None,
     consume: Callable[[int, torch.Tensor | None], None] | None = None,
 ) -> Gradients:
-    """The gradient of `func` in the arguments at `positions`, before zeros are filled in; `consume` as for
-    `pull_back`.
+    """The gradient of `func` in the arguments at `positions`, before zeros are filled in; `of_shared` and
+    `consume` as for `pull_back`.
     """
-    level = GradLevel()
+    level = GradLevel(of_shared=of_shared)
     with level.body(grad_mode=True):
         constants: list[tuple[torch.Tensor, GradTracer]] = []
         traced, leaves, structures = _trace_arguments(level, args, positions, constants)
@@ -111,7 +112,12 @@ def cotangents_and_value(
     with rules_only():  # the function can't write to this number
         seeds = [(end, torch.ones((), dtype=value.dtype, device=value.device))] if end is not None else []
     cotangents = pull_back(
-        seeds, [start.node for start in starts], keep=False, attached=level.attached, consume=consume
+        seeds,
+        [start.node for start in starts],
+        keep=False,
+        attached=level.attached,
+        of_shared=of_shared,
+        consume=consume,
     )
     return Gradients(cotangents, primals, structures, value, aux, written)
 

@@ -198,11 +198,12 @@ def rules_only() -> Iterator[None]:
     """Switch the interpreter off during the backward pass. The operators of rules do not need it, because a
     tracer has its level as an attribute.
     """
-    if isinstance(current_mode(), Interpreter):
-        with without_innermost_mode():
+    before, state.interpreting = state.interpreting, False
+    try:
+        with without_innermost_mode() if isinstance(current_mode(), Interpreter) else nullcontext():
             yield
-    else:
-        yield
+    finally:
+        state.interpreting = before
 
 
 def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: ActiveLevel | None = None) -> Any:

@@ -311,8 +311,4 @@ def users_program() -> Iterator[None]:
             exits.enter_context(switched())
         if not isinstance(current_mode(), Interpreter):
             exits.enter_context(Interpreter())
-        in_backward_pass, state.in_backward_pass = state.in_backward_pass, False
-        try:
-            yield
-        finally:
-            state.in_backward_pass = in_backward_pass
+        yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,10 +50,12 @@ def traced(value: torch.Tensor, level: GradLevel, node: Node | None = None, outp
 class GradLevel(DerivativeLevel):
     """Reverse-mode differentiation with respect to the tracers made by `leaf`."""
 
-    def __init__(self, saved: SavedValues | None = None) -> None:
-        """saved: given for a tape that is used after the function has ended. Its values may have changed."""
+    def __init__(self, saved: SavedValues | None = None, of_shared: Callable[..., Any] | None = None) -> None:
+        """saved: given for a tape that is used after the function has ended. Its values may have changed.
+        of_shared: as for `pull_back`.
+        """
         super().__init__()
-        self.saved = saved
+        self.saved, self.of_shared = saved, of_shared
         # If the caller has switched recording off, nothing is recorded below either.
         self.callers_grad_mode = torch.is_grad_enabled()
 

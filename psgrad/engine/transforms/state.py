@@ -73,15 +73,12 @@ class OperatorWatch(Protocol):
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.stack: list[ActiveLevel] = []  # the innermost last
-        self.interpreting = False  # whether an Interpreter is among the modes
+        # Whether operators are the user's function's, which an Interpreter gets; those of rules in the
+        # backward pass are not.
+        self.interpreting = False
         self.switched = False  # whether the process-wide switches are set for this thread (levels.py)
         # While a random operator runs: only levels below this index handle the operators inside it.
         self.random_below = math.inf
-        # Whether the cotangent that is being computed belongs to a value without a sample axis: only there
-        # may a contraction over the sample axis be deferred (see Deferral in batching.py).
-        self.cotangent_is_shared = False
-        # Whether the backward pass runs, whose operators are not the user's function's.
-        self.in_backward_pass = False
         # The include and exclude sets of PyTorch's dispatcher outside of the outermost transform, if autograd
         # records there; and whether the function has used a tensor that requires a gradient.
         self.outside: tuple[Any, Any] | None = None

@@ -18,7 +18,6 @@ import heapq
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +83,7 @@ def pull_back(
     *,
     keep: bool,
     attached: bool = False,
+    of_shared: Callable[..., Any] | None = None,
     consume: Callable[[int, torch.Tensor | None], None] | None = None,
 ) -> list[torch.Tensor | None]:
     """The cotangents of `leaves`, given those of some results. None stands for zero.
@@ -92,6 +92,8 @@ def pull_back(
     keep: whether the tape is needed again; otherwise its closures are deleted during the pass, to free
         memory.
     attached: whether PyTorch's autograd records the pass, if it records outside.
+    of_shared: called with the closure of an input that all samples share, and with the closure's argument:
+        returns the input's cotangent.
     consume: called with the index and the cotangent of each leaf as soon as this is complete; nothing is
         returned then. So the cotangents never all exist at the same time.
     """
@@ -133,7 +135,6 @@ def pull_back(
             else below_autograd()
         ),
         rules_only(),
-        _in_backward_pass(),
     ):
         for position, cotangent in seeds:
             if position.node is not None:
@@ -149,21 +150,21 @@ def pull_back(
                 continue
             arrived: Any = slots[0] if node.outputs is None else slots
             if node.joint is not None:
-                state.cotangent_is_shared = False
                 results = node.joint(arrived, [edge.position for edge in node.edges])
                 for edge in node.edges:
                     cotangent = results.get(edge.position)
                     if callable(cotangent):
-                        state.cotangent_is_shared = edge.shared
-                        cotangent = cotangent()
+                        cotangent = of_shared(cotangent) if edge.shared and of_shared else cotangent()
                     add_along(edge, cotangent)
                     finish_use(edge.source)
                 del results, cotangent
             else:
                 for edge in node.edges:
-                    state.cotangent_is_shared = edge.shared
-                    assert edge.closure is not None
-                    add_along(edge, edge.closure(arrived))
+                    closure = edge.closure
+                    assert closure is not None
+                    add_along(
+                        edge, of_shared(closure, arrived) if edge.shared and of_shared else closure(arrived)
+                    )
                     finish_use(edge.source)
             if not keep:
                 node.edges, node.joint = [], None
@@ -191,17 +192,6 @@ def _count_uses(ends: Sequence[Node | None], leaves: set[Node]) -> dict[Node, in
             else:
                 waiting.append(edge.source)
     return uses
-
-
-@contextmanager
-def _in_backward_pass() -> Any:
-    """Mark in the state that the backward pass runs, and restore at the end what the pass changes there."""
-    before = state.cotangent_is_shared, state.in_backward_pass
-    state.in_backward_pass = True
-    try:
-        yield
-    finally:
-        state.cotangent_is_shared, state.in_backward_pass = before
 
 
 class SavedValues:

@@ -30,8 +30,6 @@ def _nothing_is_left_behind() -> Iterator[None]:
     assert after == before
     assert state.stack == []
     assert not state.interpreting
-    assert not state.cotangent_is_shared
-    assert not state.in_backward_pass
     assert not state.watchers
     assert not state.draws
     assert state.outside is None

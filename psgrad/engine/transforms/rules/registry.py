@@ -227,7 +227,7 @@ def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (
         rules.facts.mutated
         or rules.facts.is_view
-        or state.in_backward_pass
+        or not state.interpreting
         or rules.unwrapped
         or (is_composite(op) and rules.program is None)
     ):
