@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from psgrad import random_state
 from psgrad.engine.execution.buckets import SumOverSamples
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.parts import Part
@@ -22,8 +21,7 @@ from psgrad.engine.gradients.per_sample import (
 )
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Image, Product, Rows
-from psgrad.engine.gradients.terms.numerics import flagging
-from psgrad.engine.transforms.capture import Captured, Entry, agree
+from psgrad.engine.transforms.capture import Captured
 from psgrad.engine.transforms.private_torch import register_pytree_node
 
 # A program pays if so many chunks of its shape are to come: a recording takes about three times a chunk, a
@@ -125,7 +123,6 @@ class ChunkReplay:
     Attributes:
         chunks: how many were replayed.
         ragged_chunks: how many chunks of rows that differ in length there were, counted by the caller.
-        flags: how many were computed again, since a program does not compute inaccurate samples again.
         how: by which kind of program.
     """
 
@@ -139,20 +136,14 @@ class ChunkReplay:
         self.function, self.params = function, params
         self.counts = counts or ReplayCounts()
         self.alone = alone or threading.Lock()
-        self.chunks = self.flags = self.ragged_chunks = 0
+        self.chunks = self.ragged_chunks = 0
         self.how = "not replayed"
         # Norms are float64, but no more exact than what they are made of.
         eps = max(torch.finfo(x.dtype).eps for x in params.values())
-        self.rounding = 4 * eps
         # The parameters are tensors from outside for a program, which makes their views once.
-        self._captured = Captured(self._flagged, self.counts.add_reason, hoists=True)
+        self._captured = Captured(self._computed, self.counts.add_reason, hoists=True, rounding=4 * eps)
 
-    def _flagged(self, *chunk: Any) -> tuple[Any, Any]:
-        with flagging() as flags:
-            found = self.function(self.params, *chunk)
-        return found, flags.any()
-
-    def _unflagged(self, *chunk: Any) -> Any:
+    def _computed(self, *chunk: Any) -> Any:
         return self.function(self.params, *chunk)
 
     @torch.no_grad()
@@ -170,15 +161,12 @@ class ChunkReplay:
         if call is None or call.entry.ended:
             if call is not None and not self._captured.warned:
                 self._captured.warned = True
-                self.counts.add_reason(_CANCELLING if self.flags else _OTHER_VALUES)
-            return self._unflagged(*chunk)
+                self.counts.add_reason(_CANCELLING if self._captured.flags else _OTHER_VALUES)
+            return self._computed(*chunk)
         entry = call.entry
-        draws = entry.program is None or entry.program.draws
-        before = random_state.states() if draws else []
         if entry.program is not None:
-            done, values = self._captured.replay(call)
-            found = self._unless_flagged(entry, values, before) if done else None
-            if found is not None:
+            done, found = self._captured.replay(call)
+            if done:
                 self.chunks += 1
                 self.counts.replayed += 1
                 assert entry.program is not None
@@ -187,34 +175,13 @@ class ChunkReplay:
                 return found
         elif entry.recording is not None:
             with self.alone:
-                return self._captured.compare(call, self._unflagged, self._same)
+                return self._captured.compare(call)
         elif not entry.met or max(entry.met, to_come) < PAYS_FROM:
             entry.met += 1  # where many came, as many are expected
         else:
             with self.alone:
-                values = self._captured.record(call)
-            found = self._unless_flagged(entry, values, before)
-            if found is not None:
-                return found
-        return self._unflagged(*chunk)
-
-    def _unless_flagged(self, entry: Entry, values: Any, before: random_state.States) -> Any:
-        """What was found, or None where samples must be computed again; then as if nothing had been drawn."""
-        found, flag = values
-        if flag is None or not bool(flag):
-            return found
-        self.flags += 1
-        entry.count_failure()
-        random_state.restore(before)
-        return None
-
-    def _same(self, found: Any, again: tuple[Any, torch.Tensor | None]) -> bool | None:
-        """Whether a program found the same as the model itself; None where it was flagged."""
-        values, flag = again
-        if flag is not None and bool(flag):
-            self.flags += 1
-            return None
-        return agree(found, values, self.rounding)
+                return self._captured.record(call)
+        return self._computed(*chunk)
 
     def drop_program(self) -> None:
         """Give back what programs hold: memory ran out."""

@@ -27,9 +27,10 @@ from psgrad.engine.gradients.terms import (
 )
 from psgrad.engine.gradients.terms.numerics import (
     TINY_SQUARE,
-    current_flags,
+    Flags,
     samples_to_recompute,
 )
+from psgrad.engine.transforms.recorder import assumed
 
 # If a difference of float64 inner products is less than this share of them, its error exceeds 1e-10.
 _LOST = 1e-3
@@ -112,7 +113,7 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
 
 def checked_square_norms(terms: Sequence[Term], of_terms: list[torch.Tensor]) -> list[torch.Tensor]:
     """As reliable_square_norms; of_terms: [n] float64 for each term, as computed at first."""
-    if (flags := current_flags()) is not None:
+    if (flags := assumed(Flags)) is not None:
         for term, each in zip(terms, of_terms, strict=True):
             flags.add_squares(each, largest_of_factors(term), exact=term.dtype == torch.float64)
         return of_terms

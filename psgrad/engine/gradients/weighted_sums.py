@@ -14,7 +14,8 @@ from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.norm_collector import NormsByName
 from psgrad.engine.gradients.norm_results import SquareNorms
 from psgrad.engine.gradients.per_sample import materialised_if_smaller
-from psgrad.engine.gradients.terms.numerics import current_flags
+from psgrad.engine.gradients.terms.numerics import Flags
+from psgrad.engine.transforms.recorder import assumed
 from psgrad.errors import TransformError
 
 WeightsByName = Mapping[str, torch.Tensor]
@@ -142,7 +143,7 @@ class _ParameterSum:
         distinct = {id(value): value for value in weights.values()}
         weighted = torch.stack([value != 0 for value in distinct.values()]).any(0)
         taken = weighted if bounded else weighted | torch.isfinite(norms.square_norms())
-        flags = current_flags()
+        flags = assumed(Flags)
         if flags is not None:
             flags.add(~taken)  # a program has all samples
         self._taken = None if flags is not None or bool(taken.all()) else taken
@@ -170,7 +171,7 @@ class _ParameterSum:
         if not self._bounded:
             return gradient.weighted_sum(weights)
         measured = single_product(gradient) is not None
-        if measured and current_flags() is None:  # in a program nothing runs between the norms and the sum
+        if measured and assumed(Flags) is None:  # in a program nothing runs between the norms and the sum
             product = single_product(gradient)
             assert product is not None
             weights = reduced(weights, square_norms.sqrt(), summed_square_norms(product).sqrt())

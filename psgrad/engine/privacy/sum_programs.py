@@ -17,8 +17,7 @@ from typing import Any
 from psgrad import random_state
 from psgrad.engine.execution.chunk_replay import ReplayCounts
 from psgrad.engine.execution.memory import is_out_of_memory
-from psgrad.engine.gradients.terms.numerics import flagging
-from psgrad.engine.transforms.capture import MOST_PROGRAMS, Call, Captured, Entry, agree
+from psgrad.engine.transforms.capture import MOST_PROGRAMS, Call, Captured
 
 
 class SumPrograms:
@@ -67,7 +66,7 @@ class SumPrograms:
             found = self._replayed(captured, call)
             return compute(*arguments) if found is None else found
         if entry.recording is not None:
-            return captured.compare(call, compute, lambda found, again: _same(entry, found, again))
+            return captured.compare(call)
         found = compute(*arguments)
         if shared():
             captured.end(entry, "the model or the loss draws from NumPy's or Python's random generators")
@@ -80,7 +79,7 @@ class SumPrograms:
         """What a program finds; None where the chunk must be computed itself."""
         before = random_state.states() if call.entry.program and call.entry.program.draws else []
         try:
-            done, values = captured.replay(call)
+            done, found = captured.replay(call)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -88,11 +87,6 @@ class SumPrograms:
             random_state.restore(before)
             return None
         if not done:
-            return None
-        found, flag = values
-        if _is_set(flag):
-            call.entry.count_failure()
-            random_state.restore(before)
             return None
         self.chunks += 1
         self.counts.replayed += 1
@@ -103,32 +97,11 @@ class SumPrograms:
 
 def _record(captured: Captured, call: Call) -> None:
     """Record a call once more after it was computed; its result is not used."""
-    compute = captured.function
-
-    def flagged(*arguments: Any) -> tuple[Any, Any]:
-        with flagging() as flags:
-            found = compute(*arguments)
-        return found, flags.any()
-
-    captured.function = flagged
     try:
         with random_state.restored():
             captured.record(call)
     except Exception as error:  # the call itself went well
         captured.end(call.entry, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
-
-
-def _same(entry: Entry, found: Any, again: tuple[Any, Any]) -> bool | None:
-    """Whether a program gave the bits of the computation itself; None where it was flagged."""
-    values, flag = again
-    if _is_set(flag):
-        entry.count_failure()
-        return None
-    return agree(found, values, 0.0)
-
-
-def _is_set(flag: Any) -> bool:
-    return flag is not None and bool(flag)
 
 
 def _nothing(*_: Any) -> Any:

@@ -79,6 +79,7 @@ class Entry:
         results, structure: the recorded call's results, flat; `_TENSOR` where the next tensor goes.
         replays, failures: how often a program replaced the function, and how often a guard did not hold.
         ended: whether calls run uncaptured.
+        has_flag: whether a program returns a flag after its results.
         met: for a caller that records later than the first call: how many there were.
     """
 
@@ -89,6 +90,7 @@ class Entry:
     replays: int = 0
     failures: int = 0
     ended: bool = False
+    has_flag: bool = False
     met: int = 0
 
     def count_failure(self) -> None:
@@ -119,15 +121,25 @@ class Call:
 
 
 class Captured:
-    """A function with its programs, by signature. Made by `capture`. hoists: see `program_of`."""
+    """A function with its programs, by signature. Made by `capture`.
+
+    Args:
+        hoists: see `program_of`.
+        rounding: by how much a program's numbers may differ from the function's own, see `agree`.
+
+    Attributes:
+        flags: in how many calls an assumption of the program did not hold.
+    """
 
     def __init__(
         self,
         function: Callable[..., Any],
         say: Callable[[str], None],
         hoists: bool = False,
+        rounding: float = 0.0,
     ) -> None:
-        self.function, self.say, self.hoists = function, say, hoists
+        self.function, self.say, self.hoists, self.rounding = function, say, hoists, rounding
+        self.flags = 0
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
         self.warned = False
 
@@ -140,7 +152,7 @@ class Captured:
             return result if done else self.function(*args, **kwargs)
         if call.entry.recording is None:
             return self.record(call)
-        return self.compare(call, self.function, self.same)
+        return self.compare(call)
 
     def call(self, *args: Any, **kwargs: Any) -> Call | None:
         """A call with these arguments; None if it must run uncaptured."""
@@ -163,29 +175,33 @@ class Captured:
 
     def record(self, call: Call) -> Any:
         """The function's result, recorded."""
-        entry = call.entry
-        result, recording = record(lambda: call.of(self.function), call.tensors)
+        entry, before = call.entry, random_state.states()
+        result, recording, flag = record(lambda: call.of(self.function), call.tensors)
         if isinstance(recording, Recording):
             leaves, entry.structure = flatten(result)
             entry.results = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
-            entry.recording = recording
+            entry.recording, entry.has_flag = recording, recording.flag is not None
             strange = [x for x in entry.results if x is not _TENSOR and not isinstance(x, PLAIN)]
             if strange:
                 recording = f"it returns a {type(strange[0]).__name__}"
         if isinstance(recording, str):
             self.end(entry, recording)
-        return result
+        if not flag:
+            return result
+        self._count_flag(entry, before)
+        return call.of(self.function)
 
-    def compare(
-        self, call: Call, function: Callable[..., Any], same: Callable[[Any, Any], bool | None]
-    ) -> Any:
-        """`function`'s result. If the program of the recorded call gives the same, it runs from now on.
+    def _count_flag(self, entry: Entry, before: random_state.States) -> None:
+        """Count a call in which an assumption did not hold, and undo what it has drawn."""
+        self.flags += 1
+        entry.count_failure()
+        random_state.restore(before)
 
-        same: (the function's result, the program's) to whether they are; None where this call can't tell.
-        """
+    def compare(self, call: Call) -> Any:
+        """The function's result. If the program of the recorded call gives the same, it runs from now on."""
         entry = call.entry
         before = random_state.states()
-        result = call.of(function)
+        result = call.of(self.function)
         after = random_state.states()
         why = "the program gave other numbers than the function itself, which may keep a state of its own"
         for binds in (True, False):
@@ -200,9 +216,8 @@ class Captured:
             except Exception as error:
                 why = f"{type(error).__name__} {str(error).partition(chr(10))[0]}"
                 continue
-            found = same(result, again) if done else None
-            if found is not False:
-                if not found:
+            if not done or agree(result, again, self.rounding):
+                if not done:
                     entry.program = None  # the next call compares
                 else:
                     entry.recording = None
@@ -212,13 +227,9 @@ class Captured:
         random_state.restore(after)
         return result
 
-    def same(self, result: Any, again: Any) -> bool:
-        """Whether a program's result is the function's own, bit for bit."""
-        return agree(result, again, 0.0)
-
     def replay(self, call: Call) -> tuple[bool, Any]:
-        """(True, the program's result), or (False, None) where a guard does not hold, as if nothing had been
-        drawn.
+        """(True, the program's result), or (False, None) where a guard or an assumption does not hold, as if
+        nothing had been drawn.
         """
         entry = call.entry
         assert entry.program is not None
@@ -231,6 +242,9 @@ class Captured:
         if values is None:
             random_state.restore(before)
             entry.count_failure()
+            return False, None
+        if entry.has_flag and bool(values.pop()):
+            self._count_flag(entry, before)
             return False, None
         entry.replays += 1
         tensors = iter(values)

@@ -6,16 +6,19 @@ Python reads from a tensor (`item`, `bool`) is a *guard*: a program of these ker
 in which all guards have the values of the recorded call. What a list of kernels cannot repeat is refused
 (`NotCapturable`): results whose shape depends on data, writes into tensors from outside, memory that is read
 without a kernel, random states that are set, tensors that are kept from one call to the next. A refusal does
-not disturb the call, whose result is as right as without a recorder.
+not disturb the call.
+
+A computation that would read numbers only to make sure that they need no other computation assumes this
+instead (`assumed`). A program finds out with one read, after it ran, whether all assumptions hold.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -24,6 +27,7 @@ from psgrad import random_state
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.operators import Op, aten, is_random, written_by
 from psgrad.engine.transforms.private_torch import DispatchMode, storage_key, tree_flatten
+from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import Tracer
 
 
@@ -71,7 +75,9 @@ class Recording:
         outside: number -> a tensor that the function took from elsewhere.
         memory: for each number, one that tensors share if they share memory.
         views: for each number, what of its memory the tensor is: equal for tensors that are the same one.
-        results: the numbers of the tensors that the call returned.
+        results: the numbers of the tensors that the call returned, and of `flag`.
+        flag: bool [], whether an assumption of the call does not hold, so that its result may be wrong; None
+            where nothing is assumed.
     """
 
     arguments: list[int]
@@ -80,6 +86,7 @@ class Recording:
     memory: list[int] = field(default_factory=list)
     views: list[Any] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
+    flag: torch.Tensor | None = None
 
 
 class Recorder(DispatchMode):
@@ -271,20 +278,52 @@ class Reads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def record(function: Callable[[], Any], arguments: Sequence[torch.Tensor]) -> tuple[Any, Recording | str]:
-    """The result of `function()`, and its recording, or the reason why it can't be repeated by a program.
+class Assumptions(Protocol):
+    """What a call assumes of its numbers."""
+
+    def flag(self) -> torch.Tensor | None:
+        """bool []: whether an assumption does not hold; None where there are none."""
+
+
+Kind = TypeVar("Kind", bound=Assumptions)
+
+
+def assumed(kind: type[Kind]) -> Kind | None:
+    """The assumptions of this class of the call that is recorded in this thread; None where none is."""
+    return None if state.assumptions is None else state.assumptions.setdefault(kind, kind())
+
+
+def _flag(assumptions: Iterable[Assumptions]) -> torch.Tensor | None:
+    """bool []: whether one of them does not hold; None where there are none."""
+    flags = [flag for each in assumptions if (flag := each.flag()) is not None]
+    return torch.stack(flags).any() if len(flags) > 1 else next(iter(flags), None)
+
+
+def record(
+    function: Callable[[], Any], arguments: Sequence[torch.Tensor]
+) -> tuple[Any, Recording | str, bool]:
+    """The result of `function()`; its recording, or the reason why it can't be repeated by a program; and
+    whether an assumption does not hold, so that the result may be wrong.
 
     arguments: the tensors that will be others in a repetition.
     """
     recorder, reads = Recorder(arguments), Reads()
-    with recorder, reads:
-        result = function()
-    if reads.reason is not None:
-        return result, reads.reason
+    before, state.assumptions = state.assumptions, {}
     try:
-        return result, recorder.finish([x for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)])
+        with recorder, reads:
+            result = function()
+            flag = _flag(state.assumptions.values())
+    finally:
+        state.assumptions = before
+    found: Recording | str
+    try:
+        results = [x for x in tree_flatten((result, flag))[0] if isinstance(x, torch.Tensor)]
+        found = reads.reason or recorder.finish(results)
     except NotCapturable as error:
-        return result, str(error)
+        found = str(error)
+    if isinstance(found, Recording):
+        found.flag = flag
+    return result, found, flag is not None and bool(flag)
 
 
 def is_known_kind(x: torch.Tensor) -> bool:

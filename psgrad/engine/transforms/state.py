@@ -90,6 +90,8 @@ class _ThreadState(threading.local):
         # Called with each operator that draws, its arguments and its generator, before it does
         # (checkpoint.py).
         self.draws: tuple[Callable[[Op, Any, Any], None], ...] = ()
+        # What a call that is recorded assumes of its numbers, by class (recorder.py); None where none is.
+        self.assumptions: dict[type, Any] | None = None
         # The values that tapes need later; each is called with the operators that write.
         self.saved: set[weakref.ref[OperatorWatch]] = set()
 

@@ -108,7 +108,7 @@ def test_a_program_keeps_no_value_of_weights_that_lie_elsewhere(kind: str, tmp_p
     stored = model.blocks[1].weight  # type: ignore[index]
     plain, x = torch.ones(8, 8), torch.ones(3, 8)
     with torch.no_grad():
-        _, recording = record(lambda: x @ (2 * stored).t() + x @ (2 * stored.t()) + x @ (2 * plain), [x])
+        _, recording, _ = record(lambda: x @ (2 * stored).t() + x @ (2 * stored.t()) + x @ (2 * plain), [x])
     assert isinstance(recording, Recording)
     hoisted = shorten(recording, hoists=True).hoisted
     assert [str(kernel.op) for kernel in hoisted] == ["aten.mul.Tensor"]  # of the plain matrix

@@ -453,7 +453,7 @@ def test_capture_inside_transforms(under):
 
 def obstacle(function, *devices):
     tensors = [torch.empty(2, 2, device=device) for device in devices]
-    _, recording = record(lambda: function(*tensors), tensors)
+    _, recording, _ = record(lambda: function(*tensors), tensors)
     return obstacle_to_cuda_graph(recording, shorten(recording, hoists=False), tensors)
 
 
@@ -537,7 +537,7 @@ def test_program_hoists_casts_and_small_values_but_no_larger_ones():
         half = weight.to(torch.bfloat16).t()
         return (x @ half.float()).sum() + (x[:, :3] * table).sum() + weight.double()[0, 0]
 
-    _, recording = record(lambda: function(x), [x])
+    _, recording, _ = record(lambda: function(x), [x])
     shortened = shorten(recording, hoists=True)
     left = [str(kernel.op) for kernel in shortened.kernels if not kernel.writes]
     assert len(shortened.hoisted) == 5  # arange, two casts, exp, and a view of a cast

@@ -1,8 +1,8 @@
 """Numerical tools of the kinds of terms: blocks of samples, sums in a safe precision, norms; and which
 samples' norms may be wrong by rounding, so that they are computed again in a safer order or precision.
 
-That choice depends on the data, and a captured program can't depend on data. So while a program is captured
-or replayed, a flag is one more result. If it is true, the whole chunk is computed again without the program.
+That choice depends on the data, and a program can't depend on data. So a program assumes that there are no
+such samples (`Flags`). If there is one, the whole chunk is computed again without the program.
 
 Axes: sample n, position t, row a, column b, group g.
 """
@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
+
+from psgrad.engine.transforms.recorder import assumed
 
 # Bytes of the intermediates of one block of samples: small enough for a processor's cache, large enough for a
 # GPU's kernels.
@@ -178,7 +178,7 @@ TINY_SQUARE = 1e-30
 
 
 class Flags:
-    """What was seen of the accuracy of samples that are not computed again."""
+    """The assumptions of a program: which samples it does not compute again."""
 
     def __init__(self) -> None:
         self._inaccurate: list[torch.Tensor] = []
@@ -196,7 +196,7 @@ class Flags:
             key = (exact, norms.shape, len(largest))
             self._squares.setdefault(key, []).append([norms, *largest])
 
-    def any(self) -> torch.Tensor | None:
+    def flag(self) -> torch.Tensor | None:
         """bool []: whether a sample must be computed again; None where none could be.
 
         A chunk that is flagged runs twice. So a norm of zero or infinity, or NaN, counts only where it comes
@@ -214,29 +214,10 @@ class Flags:
         return torch.stack(found).any() if found else None
 
 
-_flags: ContextVar[Flags | None] = ContextVar("flags", default=None)
-
-
-def current_flags() -> Flags | None:
-    """The flags of the innermost `flagging`; None outside of it."""
-    return _flags.get()
-
-
 def samples_to_recompute(inaccurate: torch.Tensor) -> torch.Tensor:
-    """The indices [k] of the samples in a mask [n]. None inside `flagging`, where a flag is added instead."""
-    flags = _flags.get()
+    """The indices [k] of the samples in a mask [n]. While a program is recorded, none: it assumes so."""
+    flags = assumed(Flags)
     if flags is None:
         return torch.nonzero(inaccurate).squeeze(1)
     flags.add(inaccurate)
     return torch.empty(0, dtype=torch.int64, device=inaccurate.device)
-
-
-@contextmanager
-def flagging() -> Iterator[Flags]:
-    """A context in which no sample is computed again; its flags say whether one had to be."""
-    flags = Flags()
-    token = _flags.set(flags)
-    try:
-        yield flags
-    finally:
-        _flags.reset(token)
