@@ -32,7 +32,7 @@ import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.square_norms import square_norms
-from psgrad.engine.gradients.terms import Term, accumulating_dtype, blocks, square_norm
+from psgrad.engine.gradients.terms import Dense, Term, accumulating_dtype, blocks, square_norm
 
 # Positions of the samples that one float64 product adds up.
 ROWS = 1 << 11
@@ -128,6 +128,6 @@ def reduced(weights: torch.Tensor, norms: torch.Tensor, measured: torch.Tensor) 
 
 
 def _value_is_cheaper(terms: list[Term], elements: int) -> bool:
-    if all(term.stored_value is not None for term in terms):
+    if all(isinstance(term, Dense) for term in terms):
         return True
     return sum(term.multiplications for term in terms) >= _WORTH_A_VALUE * elements

@@ -13,6 +13,7 @@ from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.terms import Dense, Image, Term, narrow
 from psgrad.engine.gradients.terms import Placed as Placed
 from psgrad.engine.gradients.terms.placed import oriented as oriented
+from psgrad.engine.gradients.terms.term import added
 from psgrad.engine.transforms.batch_values import Batch
 
 
@@ -66,7 +67,7 @@ class DeferredGradient:
 
     def describe(self) -> str:
         """The orders of contraction of its norms, in words."""
-        return " + ".join(placed.term.describe() for placed in self.terms) or "zero"
+        return " + ".join(placed.term.order() for placed in self.terms) or "zero"
 
     @property
     def lost_at(self) -> str:
@@ -77,23 +78,15 @@ class DeferredGradient:
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """[*shape]: the sum over samples, each times its weight [n]."""
-        parts = [placed.layout.apply(placed.term.weighted_sum(weights)) for placed in self.terms]
-        if not parts:
+        if not self.terms:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return added([placed.weighted_sum(weights) for placed in self.terms])
 
     def materialise(self) -> torch.Tensor:
         """[n, *shape]"""
         # Half-precision factors of a float32 gradient are multiplied and summed in float32.
         wide = torch.promote_types(self.dtype, self.terms[0].term.dtype)
-        parts = [placed.at(slice(None), wide).materialise() for placed in self.terms]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total.to(self.dtype)
+        return added([placed.at(slice(None), wide).materialise() for placed in self.terms]).to(self.dtype)
 
 
 def oriented_if_free(placed: Placed) -> Placed:

@@ -12,7 +12,7 @@ from psgrad.engine.gradients.bounded_sums import absolute_sum, single_product, s
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.norm_results import SquareNorms
 from psgrad.engine.gradients.square_norms import checked_square_norms, square_norms
-from psgrad.engine.gradients.terms import Product, Term
+from psgrad.engine.gradients.terms import Dense, Product, Term
 from psgrad.engine.transforms.private_torch import DisableTorchFunction, storage_key
 
 
@@ -111,7 +111,7 @@ def _small_factors(term: Term) -> Sequence[torch.Tensor]:
         one = term.is_outer_product and term.shape[0] == 1 and term.dtype != torch.float64
         factors: Sequence[torch.Tensor] = term.factors if one else ()
     else:
-        factors = () if term.stored_value is None else (term.stored_value,)
+        factors = term.factors if isinstance(term, Dense) else ()
     return factors if all(f.shape[1:].numel() <= _SMALL for f in factors) else ()
 
 
@@ -122,5 +122,5 @@ def _has_small_value(term: Term) -> bool:
         math.prod(term.shape) <= _SMALL
         and 0 < size <= _MOST_VALUES
         and term.dtype == torch.float32
-        and term.describe() == "materialise"
+        and term.order() == "materialise"
     )

@@ -53,13 +53,12 @@ def materialised_if_smaller(gradient: DeferredGradient, size_ratio: float = 1) -
 
 
 def _value_is_smaller(term: Term, dtype: torch.dtype, size_ratio: float) -> bool:
-    if term.stored_value is not None or not term.samples:
+    if isinstance(term, Dense) or not term.samples:
         return False
     own = [factor for factor in term.factors if factor.stride(0)]  # stride 0: one tensor for all samples
     factor_bytes = sum(factor.shape[1:].numel() * factor.element_size() for factor in own)
     return (
-        term.describe() == "materialise"
-        and math.prod(term.shape) * dtype.itemsize <= size_ratio * factor_bytes
+        term.order() == "materialise" and math.prod(term.shape) * dtype.itemsize <= size_ratio * factor_bytes
     )
 
 

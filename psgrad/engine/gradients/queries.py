@@ -245,7 +245,7 @@ class PerSampleGradients:
             total = torch.zeros(len(part), dtype=kind, device=part.device)
             for name, direction in vector.items():
                 for placed in part.gradients[name].terms:
-                    total = total + placed.term.dot(placed.layout.invert(direction, placed.term.shape))
+                    total = total + placed.dot(direction)
             return total
 
         result: torch.Tensor = self.by_part(dot)

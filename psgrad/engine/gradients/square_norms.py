@@ -218,9 +218,6 @@ def cross_products(a: Placed, b: Placed) -> torch.Tensor:
     if a.term.dtype != b.term.dtype:  # a weight that is used in two precisions
         kind = torch.promote_types(accumulating_dtype(a.term.dtype), accumulating_dtype(b.term.dtype))
         a, b = (placed.at(slice(None), kind) for placed in (a, b))
-    for one, other in ((a, b), (b, a)):
-        if (products := one.term.placed_products(one.layout, other)) is not None:
-            return products
     x, y = oriented(a), oriented(b)
     if x is not None and y is not None:
         for first, second in ((x, y), (y, x)):

@@ -16,7 +16,7 @@ from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.flat import Vectors
-from psgrad.engine.gradients.terms import accumulating, accumulating_dtype
+from psgrad.engine.gradients.terms import Dense, accumulating, accumulating_dtype
 from psgrad.engine.measures.measure import Arrays, Measure, Setting, finite_rows, require_classes
 from psgrad.errors import MeasureError
 
@@ -252,7 +252,7 @@ class OfMeanGradient(Measure):
 
 def is_value(gradient: DeferredGradient) -> bool:
     """Whether a gradient is materialised."""
-    return len(gradient.terms) == 1 and gradient.terms[0].term.stored_value is not None
+    return len(gradient.terms) == 1 and isinstance(gradient.terms[0].term, Dense)
 
 
 def sums_of_values(gradient: DeferredGradient, classes: torch.Tensor, groups: int) -> torch.Tensor:

@@ -168,7 +168,7 @@ def test_term_queries_equal_those_of_materialised_value(
     assert_close(term.at(torch.tensor(some, dtype=torch.int64)).materialise(), value[some])
     assert_close(term.at(slice(1, 3)).materialise(), value[1:3])
     assert term.at(slice(0, 1), torch.float32).dtype == torch.float32
-    assert term.describe()
+    assert term.order()
 
 
 @pytest.mark.parametrize(
@@ -520,7 +520,7 @@ def test_image_closed_forms_of_norms(dtype: torch.dtype, scale: float) -> None:
     columns = Placed.plain(Dense(scale * torch.randn(3, 1, 6, dtype=dtype)))
     multiples = [Image((each,), (mask,), torch.mul, (5, 6), is_elementwise=True) for each in (rows, columns)]
     for term in (masked, twice, *multiples):
-        assert term.describe() == "closed form"
+        assert term.order() == "closed form"
         exact = term.at(slice(None), torch.float64).materialise().flatten(1).norm(dim=1)
         (found,) = reliable_square_norms([term])
         torch.testing.assert_close(
@@ -530,7 +530,6 @@ def test_image_closed_forms_of_norms(dtype: torch.dtype, scale: float) -> None:
     for term in multiples:
         expected = (term.at(slice(None), torch.float64).materialise() * exact_product).sum((1, 2))
         wide = term.at(slice(None), torch.float64)
-        own, other = AxisLayout.identity((5, 6)), Placed(product.at(slice(None), torch.float64), layout)
-        products = wide.placed_products(own, other)
+        products = wide.cross_products(product.at(slice(None), torch.float64))
         assert products is not None
         torch.testing.assert_close(products, expected, rtol=1e-9, atol=0)

@@ -94,9 +94,7 @@ def image(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: 
     if one.dtype != value.dtype:
         return NotImplemented
     shape = one.shape[1:]
-    stored = all(
-        placed.term.stored_value is not None and placed.layout.window is None for placed in value.terms
-    )
+    stored = all(isinstance(each.term, Dense) and each.layout.window is None for each in value.terms)
     if stored and shape.numel() <= value.shape.numel():
         term = Dense(linear(value.materialise(), *shared), lost_at=value.lost_at)
         return value.with_terms([Placed.plain(term)], shape)

@@ -93,13 +93,13 @@ class Convolution(Term):
         grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
         return cheapest_convolution_order(on, self._numbers(), kind, grouped, block_bytes(self.device))
 
-    def _blocks(self) -> Iterator[slice]:
+    def _blocks(self, kind: torch.dtype) -> Iterator[slice]:
         """Blocks of samples whose weight gradients, and patches if they are materialised, fit in memory."""
         elements = math.prod(self.weight_shape)
         if materialises_patches(self.cotangents, self.weight_shape, self.geometry):
             sizes = self._numbers()
             elements = max(elements, sizes.positions * sizes.places * sizes.columns * sizes.groups)
-        return blocks(self.samples, elements * max(self.dtype.itemsize, 4), self.device)
+        return blocks(self.samples, elements * kind.itemsize, self.device)
 
     def square_norms(self) -> torch.Tensor:
         if self.order() == "materialise":
@@ -130,7 +130,7 @@ class Convolution(Term):
 
     def _values(self) -> Iterator[torch.Tensor]:
         """[k, *shape] for one block of samples after the other."""
-        for block in self._blocks():
+        for block in self._blocks(accumulating_dtype(self.dtype)):
             whole = block == slice(0, self.samples)
             cotangents, inputs = (
                 (self.cotangents, self.inputs) if whole else (self.cotangents[block], self.inputs[block])
@@ -167,9 +167,6 @@ class Convolution(Term):
             # be NaN.
             result = result + 0 * x.flatten(1).abs().amax(1)
         return result
-
-    def scaled(self, factor: float) -> Convolution:
-        return Convolution(self.cotangents * factor, self.inputs, self.weight_shape, self.geometry)
 
     def merge_key(self) -> tuple[Any, ...]:
         return Convolution, self.shape, self.geometry, self.inputs.shape[2:], self.cotangents.shape[2:]

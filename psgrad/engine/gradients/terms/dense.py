@@ -50,21 +50,14 @@ class Dense(Term):
         value = accumulating(self.value)
         return value.reshape(value.shape[0], vector.numel()) @ vector.reshape(-1).to(value.dtype)
 
-    def scaled(self, factor: float) -> Dense:
-        return replace(self, value=self.value * factor)
-
     def plus(self, others: Sequence[Dense]) -> Dense:
         lost = next((term.lost_at for term in (self, *others) if term.lost_at), "")
         return replace(self, value=sum((other.value for other in others), self.value), lost_at=lost)
 
-    def describe(self) -> str:
+    def order(self) -> str:
         if self.lost_at:
             return f"materialise after {self.lost_at}"
         return "materialise" if self.materialised else "direct"
-
-    @property
-    def stored_value(self) -> torch.Tensor:
-        return self.value
 
     @property
     def row_count(self) -> int | None:

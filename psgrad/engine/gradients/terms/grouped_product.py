@@ -120,9 +120,6 @@ class GroupedProduct(Term):
         rows = grouped_mm(_in_order(left, order), vector.to(left.dtype), ends)
         return sum_of_products(rows.index_select(0, order.argsort()).reshape(right.shape), right)
 
-    def scaled(self, factor: float) -> GroupedProduct:
-        return GroupedProduct(self.index, self.left * factor, self.right, self.count)
-
 
 def _sorted(index: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The order [n * t] in which positions of one group are neighbours, and the end of each group."""

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.terms.dense import Dense
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
     accumulating_dtype,
     blocks,
-    square_norm,
 )
-from psgrad.engine.gradients.terms.term import Placed, Term, joined
+from psgrad.engine.gradients.terms.product import Product
+from psgrad.engine.gradients.terms.term import Placed, Term, added, joined
 from psgrad.engine.transforms.grad import vjp
 
 LinearMap = Callable[..., torch.Tensor]
@@ -73,28 +72,22 @@ class Image(Term):
         return self.linear(values, *(x.to(values.dtype) if x.is_floating_point() else x for x in self.shared))
 
     def materialise(self) -> torch.Tensor:
-        first, *others = [placed.materialise() for placed in self.terms]
-        for other in others:
-            first = first + other
-        return self._of(first)
+        return self._of(added([placed.materialise() for placed in self.terms]))
 
     def in_blocks(self) -> torch.Tensor:
         """As `materialise`, with the values of few samples' terms at a time."""
         return joined([self.at(block).materialise() for block in self._blocks(self.dtype)], self, self.shape)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        first, *others = [placed.layout.apply(placed.term.weighted_sum(weights)) for placed in self.terms]
-        for other in others:
-            first = first + other
-        return self._of(first.unsqueeze(0)).squeeze(0)
+        total = added([placed.weighted_sum(weights) for placed in self.terms])
+        return self._of(total.unsqueeze(0)).squeeze(0)
 
     def dot(self, vector: torch.Tensor) -> torch.Tensor:
         zeros = torch.zeros(
             self.terms[0].layout.shape, dtype=accumulating_dtype(self.dtype), device=self.device
         )
         (back,) = vjp(lambda value: self._of(value.unsqueeze(0)).squeeze(0), zeros)[1](vector.to(zeros.dtype))
-        parts = [placed.term.dot(placed.layout.invert(back, placed.term.shape)) for placed in self.terms]
-        return torch.stack(parts).sum(0)
+        return torch.stack([placed.dot(back) for placed in self.terms]).sum(0)
 
     def square_norms(self) -> torch.Tensor:
         """By the squares of the factors, where the map multiplies each element: of coefficients that are
@@ -110,11 +103,6 @@ class Image(Term):
             return (left @ shared.double().square() * right).sum(1)
         return self.materialised_square_norms()
 
-    def materialised_square_norms(self) -> torch.Tensor:
-        kind = accumulating_dtype(self.dtype)
-        parts = [square_norm(self.at(block, kind).materialise()) for block in self._blocks(kind)]
-        return joined(parts, self)
-
     @property
     def summands(self) -> int:
         return max(2, *(placed.term.summands for placed in self.terms))  # never a single product
@@ -129,30 +117,24 @@ class Image(Term):
         """Sums whose norms are bounded are of materialised values."""
         return math.inf
 
-    def describe(self) -> str:
+    def order(self) -> str:
         closed = self._coefficients is not None or self._masked_product is not None
         return "closed form" if closed else "materialise"
 
-    def placed_products(self, layout: AxisLayout, other: Placed) -> torch.Tensor | None:
+    def cross_products(self, other: Term) -> torch.Tensor | None:
         """<c * u, value> = <u, c * value>, for coefficients c, where they scale a factor of the value."""
-        found, product = self._coefficients, other.term.stored_product
-        if found is None or product is None or not layout.is_identity:
+        found = self._coefficients
+        if found is None or not isinstance(other, Product) or other.shape != (1, *self.shape):
             return None
         coefficients, shared = found
-        if other.layout.without_ones != AxisLayout.identity(shared.shape).without_ones:
-            return None
-        kind = torch.promote_types(accumulating_dtype(self.dtype), accumulating_dtype(product.dtype))
-        left, right = product.at(slice(None), kind).factors
-        rows, columns = left.shape[3], right.shape[3]
-        if shared.shape != (rows, columns) or left.shape[1] != 1:
-            return None
+        kind = torch.promote_types(accumulating_dtype(self.dtype), accumulating_dtype(other.dtype))
+        left, right = other.at(slice(None), kind).factors
         coefficients = coefficients.to(kind).unsqueeze(1)  # [n, 1, rows or 1, columns or 1]
         if coefficients.shape[3] == 1:
             left = left * coefficients.transpose(2, 3)
         else:
             right = right * coefficients
-        scaled = replace(product, left=left, right=right)  # type: ignore[type-var, call-arg]
-        return scaled.dot(shared.unsqueeze(0)).double()
+        return Product(left, right).dot(shared.unsqueeze(0)).double()
 
     @cached_property
     def _multiple(self) -> tuple[Placed, torch.Tensor] | None:
@@ -174,7 +156,7 @@ class Image(Term):
         """([n, *], [*shape]) where each sample's value is the product of coefficients, fewer than its
         elements, with one tensor.
         """
-        if (found := self._multiple) is None or found[0].term.stored_value is None:
+        if (found := self._multiple) is None or not isinstance(found[0].term, Dense):
             return None
         value = accumulating(found[0].materialise())
         if value.dim() != len(self.shape) + 1 or value[:1].numel() >= math.prod(self.shape):
@@ -182,13 +164,15 @@ class Image(Term):
         return value, found[1]
 
     @property
-    def _masked_product(self) -> tuple[Term, torch.Tensor] | None:
+    def _masked_product(self) -> tuple[Product, torch.Tensor] | None:
         """(term, [a, b]) where each sample's value is one outer product [a, b] times one tensor."""
         if (found := self._multiple) is None:
             return None
         placed, shared = found
         term = placed.term
-        if not term.is_outer_product or term.shape[0] != 1 or not placed.layout.is_identity_but_for_ones:
+        if not isinstance(term, Product) or not placed.layout.is_identity_but_for_ones:
+            return None
+        if not term.is_outer_product or term.shape[0] != 1:
             return None
         return (term, shared.reshape(term.shape[1:])) if shared.numel() == math.prod(term.shape) else None
 

@@ -13,6 +13,7 @@ import torch
 from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.terms.dense import Dense
 from psgrad.engine.gradients.terms.numerics import samples_to_recompute
+from psgrad.engine.gradients.terms.product import Product
 from psgrad.engine.gradients.terms.term import Multiply, Placed, Term
 
 
@@ -21,8 +22,8 @@ def narrowed(placed: Placed, dim: int, start: int, length: int) -> Placed | None
     some = slice(start, start + length)
     if placed.layout.window is not None or not length:
         return None
-    if placed.term.stored_value is not None:
-        value = placed.layout.apply(placed.term.stored_value, lead=1)
+    if isinstance(placed.term, Dense):
+        value = placed.materialise()
         return Placed.plain(Dense(value[(slice(None),) * (dim + 1) + (some,)], lost_at=placed.term.lost_at))
     term, rank = _aligned(placed), len(placed.layout.inner)
     return None if term is None else _placed(term.narrow(dim + len(term.shape) - rank, some), rank)
@@ -93,14 +94,13 @@ def oriented(placed: Placed) -> Term | None:
     order = [i for i in layout.order if layout.atoms[i] != 1]
     if order == sorted(order):
         return term
-    swapped = term.transposed()
-    if swapped is None:
+    if not isinstance(term, Product) or term.shape[0] != 1:
         return None
     height = term.shape[-2]
     rows = [i for i in sorted(order) if math.prod(layout.atoms[: i + 1]) <= height]
     columns = [i for i in sorted(order) if i not in rows]
     whole = order == columns + rows and math.prod(layout.atoms[i] for i in rows) == height
-    return swapped if whole else None
+    return Product(term.right, term.left) if whole else None
 
 
 def narrow(value: torch.Tensor) -> torch.Tensor:

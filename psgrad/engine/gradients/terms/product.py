@@ -92,23 +92,14 @@ class Product(OuterProducts):
         left, right = accumulating(self.left), accumulating(self.right)
         return sum_of_products(times_shared(left, vector.to(left.dtype)), right)
 
-    def scaled(self, factor: float) -> Product:
-        return Product(self.left * factor, self.right)
-
     @property
     def is_outer_product(self) -> bool:
+        """Whether each group of a sample's value is one outer product."""
         return self.left.shape[2] == 1
 
     @property
     def matrix_shape(self) -> tuple[int, int, int] | None:
         return self.shape  # type: ignore[return-value]
-
-    @property
-    def stored_product(self) -> Product:
-        return self
-
-    def as_product(self) -> Product:
-        return self
 
     def square_sums(self) -> torch.Tensor | None:
         """The sum of squares for one outer product per sample: sum_n (l_n r_n^T)^2 = (L^2)^T (R^2)."""
@@ -122,9 +113,6 @@ class Product(OuterProducts):
             )
             total.baddbmm_(left.transpose(1, 2), right)
         return total
-
-    def transposed(self) -> Product | None:
-        return Product(self.right, self.left) if self.shape[0] == 1 else None
 
     def cross_products(self, other: Term) -> torch.Tensor | None:
         """As Term.cross_products: the sum over positions t, s of <left[t], left'[s]> * <right[t], right'[s]>;

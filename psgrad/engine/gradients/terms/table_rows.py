@@ -89,9 +89,6 @@ class Rows(OuterProducts):
         rows = accumulating(self.rows)
         return sum_of_products(rows, vector.to(rows.dtype)[self.index])
 
-    def scaled(self, factor: float) -> Rows:
-        return Rows(self.index, self.rows * factor, self.count)
-
     @property
     def _table_is_smaller(self) -> bool:
         """Whether a table in which the rows are added costs less time than sorting their indices, and no more
@@ -99,12 +96,8 @@ class Rows(OuterProducts):
         """
         return self.count <= self.index.shape[1]
 
-    def describe(self) -> str:
+    def order(self) -> str:
         return "materialise" if self._table_is_smaller else "index"
-
-    @property
-    def is_lookup(self) -> bool:
-        return True
 
     @property
     def matrix_shape(self) -> tuple[int, int, int] | None:

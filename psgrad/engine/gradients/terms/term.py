@@ -56,8 +56,16 @@ class Placed:
         return Placed(self.term.scaled(factor), self.layout)
 
     def materialise(self) -> torch.Tensor:
-        """[n, *shape of the parameter]"""
+        """[n, *shape of the parameter]: as Term.materialise."""
         return self.layout.apply(self.term.materialise(), lead=1)
+
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        """[*shape of the parameter]: as Term.weighted_sum."""
+        return self.layout.apply(self.term.weighted_sum(weights))
+
+    def dot(self, vector: torch.Tensor) -> torch.Tensor:
+        """[n]: as Term.dot, with a vector [*shape of the parameter]."""
+        return self.term.dot(self.layout.invert(vector, self.term.shape))
 
 
 class Term(ABC):
@@ -101,8 +109,7 @@ class Term(ABC):
         kind = dtype or self.dtype
 
         def some(factor: torch.Tensor, name: str) -> torch.Tensor:
-            is_index = not (factor.is_floating_point() or factor.is_complex())
-            return rows_of(factor, samples).to(factor.dtype if is_index else kind)
+            return rows_of(factor, samples).to(kind if _are_numbers(factor) else factor.dtype)
 
         return self._with_factors(some)
 
@@ -141,9 +148,10 @@ class Term(ABC):
     def dot(self, vector: torch.Tensor) -> torch.Tensor:
         """[n]: the inner product of each sample's value with one vector [*shape]."""
 
-    @abstractmethod
-    def scaled(self, factor: float) -> Term:
-        """The term times a number."""
+    def scaled(self, factor: float) -> Self:
+        """The term times a number, which scales its first factor that is not an index."""
+        numbers = [name for name, value in vars(self).items() if _are_numbers(value)]
+        return self._with_factors(lambda value, name: value * factor if name == numbers[0] else value)
 
     def merge_key(self) -> tuple[Any, ...]:
         """A key that is equal for terms that can be merged to one term."""
@@ -164,11 +172,6 @@ class Term(ABC):
         """The multiplications of the sum over samples, for each sample."""
         return self.summands * math.prod(self.shape)
 
-    @property
-    def stored_value(self) -> torch.Tensor | None:
-        """[n, *shape], if the value is stored; None if it is computed from factors."""
-        return None
-
     # -- norms -----------------------------------------------------------------------------------------------
 
     def materialised_square_norms(self) -> torch.Tensor:
@@ -176,50 +179,23 @@ class Term(ABC):
         between positions.
         """
         kind = accumulating_dtype(self.dtype)
-        size = math.prod(self.shape) * kind.itemsize
-        parts = [
-            square_norm(self.at(block, kind).materialise())
-            for block in blocks(self.samples, size, self.device)
-        ]
+        parts = [square_norm(self.at(block, kind).materialise()) for block in self._blocks(kind)]
         return joined(parts, self)
 
+    def _blocks(self, kind: torch.dtype) -> Iterator[slice]:
+        """Blocks of samples whose values, materialised in this type, fit in memory."""
+        return blocks(self.samples, math.prod(self.shape) * kind.itemsize, self.device)
+
     def order(self) -> str:
-        """The cheapest order of contraction of the norm whose intermediates fit a block."""
-        return "materialise"
-
-    def describe(self) -> str:
-        """The order of contraction of the norm, in one or two words."""
-        return self.order()
-
-    @property
-    def is_outer_product(self) -> bool:
-        """Whether each group of a sample's value is one outer product of its factors [n, g, 1, a] and [n, g,
-        1, b].
+        """The order of contraction of the norm, in one or two words: the cheapest whose intermediates fit a
+        block.
         """
-        return False
+        return "materialise"
 
     @property
     def matrix_shape(self) -> tuple[int, int, int] | None:
         """Groups, rows and columns of a sum of outer products as matrices; None for any other kind."""
         return None
-
-    @property
-    def is_lookup(self) -> bool:
-        """Whether the first factor of the outer products is one-hot: `factors` are then the rows [n, t, b]
-        and the index [n, t].
-        """
-        return False
-
-    @property
-    def stored_product(self) -> Term | None:
-        """The term itself, if it is stored as a sum of outer products of `factors` [n, g, t, a] and [n, g, t,
-        b]; None if its factors are anything else.
-        """
-        return None
-
-    def as_product(self) -> Term:
-        """A sum of outer products that is not a look-up, with `factors` [n, g, t, a] and [n, g, t, b]."""
-        raise NotImplementedError
 
     def square_sums(self) -> torch.Tensor | None:
         """[*shape] float64: the sum over samples of the squares of the value's elements; None if not by
@@ -229,21 +205,9 @@ class Term(ABC):
 
     # -- inner products of two terms -------------------------------------------------------------------------
 
-    def transposed(self) -> Term | None:
-        """The term with rows and columns swapped, if it is one matrix per sample and this needs no
-        computation; else None.
-        """
-        return None
-
     def cross_products(self, other: Term) -> torch.Tensor | None:
         """[n] float64: each sample's inner product with the other term's, elements in the same order; None if
         materialising both is as cheap.
-        """
-        return None
-
-    def placed_products(self, layout: AxisLayout, other: Placed) -> torch.Tensor | None:
-        """[n, m]: as `cross_products`, for this term placed by `layout` and another term placed in the same
-        window.
         """
         return None
 
@@ -296,6 +260,11 @@ class Term(ABC):
         return None
 
 
+def _are_numbers(value: Any) -> bool:
+    """Whether a field of a term is a factor, and no index."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 class OuterProducts(Term):
     """A sum over positions of outer products of stored factors, whose inner products with others like it are
     Gram matrices between positions, multiplied.
@@ -313,6 +282,14 @@ class OuterProducts(Term):
     @abstractmethod
     def position_square_norms(self) -> torch.Tensor:
         """[n] float64: the sum over positions of the squared norms of their contributions."""
+
+
+def added(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of one tensor or more, in order; a single one itself."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 def joined(parts: list[torch.Tensor], term: Term, shape: tuple[int, ...] = ()) -> torch.Tensor:

@@ -150,7 +150,7 @@ class Basis:
                 values = {name: _materialised(part, name, block).to(kind) for name in self.names}
                 yield block, self.rotate(self.matrices(values))
 
-    def product(self, part: Part) -> Term | None:
+    def product(self, part: Part) -> Product | None:
         """Gradients of one part as factors, [n, g, t, a] and [n, g, t, b], not rotated; None if they have
         none.
         """

@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -23,7 +23,7 @@ from psgrad.engine.gradients.deferred import DeferredGradient, oriented_if_free
 from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.parts import Part
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.gradients.terms import Term, blocks
+from psgrad.engine.gradients.terms import Convolution, Product, Rows, Term, blocks
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ def factored(gradient: DeferredGradient) -> dict[Form, list[Term]]:
     return by_form
 
 
-def only_product(gradient: DeferredGradient, form: Form) -> Term | None:
+def only_product(gradient: DeferredGradient, form: Form) -> Product | None:
     """The gradient as one product in this form; None if it is anything else, such as several terms or a
     materialised one.
     """
     (term,) = factored(gradient).get(form, [None]) if len(gradient.terms) == 1 else [None]
-    return None if term is None else term.stored_product
+    return term if isinstance(term, Product) else None
 
 
 def cover(forms: Iterable[Form], shape: torch.Size) -> bool:
@@ -207,7 +207,7 @@ class Covariances:
                 for term in of_form:
                     along.add(term)
                 sums.moments[name, form] = along.totals
-                if not any(term.is_lookup for term in of_form):
+                if not any(isinstance(term, Rows) for term in of_form):
                     sums.ties.update(self._ties(part, (name, form), along))
         return sums
 
@@ -237,6 +237,10 @@ def _same(gradient: DeferredGradient, sums: torch.Tensor) -> bool:
     return bool(((value - sums).abs() <= tolerance).all())
 
 
+def _as_product(term: Term) -> Product:
+    return term.as_product() if isinstance(term, Convolution) else cast(Product, term)
+
+
 class _FactorMoments:
     """The moments of one use, and each sample's sums over positions."""
 
@@ -250,22 +254,21 @@ class _FactorMoments:
         return torch.stack(self._sums[side]).sum(0)
 
     def add(self, term: Term) -> None:
-        if term.is_lookup:
-            rows, index = term.factors
-            self._second_moment("right", rows.unsqueeze(1))
-            counts = torch.bincount(index.reshape(-1), minlength=self.form.shape[1]).double()
+        if isinstance(term, Rows):
+            self._second_moment("right", term.rows.unsqueeze(1))
+            counts = torch.bincount(term.index.reshape(-1), minlength=self.form.shape[1]).double()
             _add(self.totals, {"one_hot": counts})
             return
         columns = self.form.shape[2]
         each = term.factors[0][:1].numel() * (1 + columns // max(self.form.shape[1], 1)) * 8
         parts = [
-            self._add_product(term.at(block).as_product())
+            self._add_product(_as_product(term.at(block)))
             for block in blocks(term.samples, each, term.device)
         ]
         for place, side in enumerate(("left", "right")):
             self._sums[side].append(torch.cat([part[place] for part in parts]))
 
-    def _add_product(self, term: Term) -> tuple[torch.Tensor, torch.Tensor]:
+    def _add_product(self, term: Product) -> tuple[torch.Tensor, torch.Tensor]:
         """The sums over positions of both factors, [n, g * a] and [n, g * b]."""
         left, right = term.factors
         sums = left.sum(2), right.sum(2)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient, oriented
-from psgrad.engine.gradients.terms import Term
+from psgrad.engine.gradients.terms import Product, Term
 
 # Factors take less memory than materialised rows, and need no conversion: they may cost this much more work.
 _WORTH = 2
@@ -138,7 +138,7 @@ def part_of(gradient: DeferredGradient, rows: int) -> ParameterRows:
     vectors are cheapest in.
     """
     term = oriented(gradient.terms[0]) if len(gradient.terms) == 1 else None
-    shared = _shared(term, rows) if term is not None and term.transposed() is not None else None
+    shared = _shared(term, rows) if isinstance(term, Product) and term.shape[0] == 1 else None
     if shared is not None:
         return shared
     value = gradient.materialise()
