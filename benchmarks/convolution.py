@@ -114,7 +114,7 @@ def main() -> None:
         ratios = "".join(
             f"{seconds[way] / seconds['summed']:>9.1f}" if way in seconds else f"{'':>9}" for way in WAYS
         )
-        taken = Convolution(g, x, shape, geometry).describe()
+        taken = Convolution(g, x, shape, geometry).order()
         print(f"{n:>8}{i:>5}{o:>5}{side:>6}{1e3 * seconds['summed']:>9.2f} ms{ratios}   {taken}")
 
 

@@ -102,7 +102,7 @@ def test_convolution_norms_memory_below_gradient(channels: int, monkeypatch: pyt
         torch.Size((channels, channels, 3, 3)),
     )
     term = Convolution(g, x, shape, geometry)
-    assert term.describe() == "gram"
+    assert term.order() == "gram"
     expected = one_by_one(g.double(), x.double(), shape, geometry).flatten(1).square().sum(1)
 
     def never(*args: object) -> None:

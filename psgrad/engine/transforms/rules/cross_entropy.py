@@ -115,45 +115,22 @@ def _smoothed(
     return (1 - smoothing) * of_labels + of_all * (smoothing / classes)
 
 
-class _LabelLoss:
-    """The arguments of a likelihood of labels: classes on `axis` of the log-probabilities, the other axes are
-    positions.
+def _weights_of_labels(
+    labels: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weight of each label: one, or that of its class; zero if the label is ignored. weight: [classes],
+    or [n, classes] for labels [n, *].
     """
-
-    def __init__(
-        self,
-        target: torch.Tensor,
-        weight: torch.Tensor | None,
-        ignore_index: int,
-        axis: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self.axis = axis
-        self.counted = target != ignore_index
-        self.labels = torch.where(self.counted, target, 0).unsqueeze(axis)
-        self.weights = (
-            self.counted.to(dtype)
-            if weight is None
-            else torch.where(self.counted, self._looked_up(weight), 0)
-        )
-
-    def _looked_up(self, weight: torch.Tensor) -> torch.Tensor:
-        """The labels' class weights: [classes] shared by all samples, or [n, classes]."""
-        labels = self.labels.squeeze(self.axis)
-        return (
-            weight[labels]
-            if weight.dim() == 1
-            else weight.gather(1, labels.reshape(len(labels), labels.shape[1:].numel())).reshape(labels.shape)
-        )
-
-    def losses(self, log_probabilities: torch.Tensor) -> torch.Tensor:
-        """One loss for each position; zero if the label is ignored, whatever its value."""
-        picked = torch.gather(log_probabilities, self.axis, self.labels).squeeze(self.axis)
-        return self.counted_only(-picked * self.weights)
-
-    def counted_only(self, each: torch.Tensor) -> torch.Tensor:
-        """Zero if the label is ignored, also if all labels are, whose mean is nan."""
-        return torch.where(self.counted, each, 0)
+    counted = labels != ignore_index
+    if weight is None:
+        return counted.to(dtype)
+    labels = torch.where(counted, labels, 0)
+    each = (
+        weight[labels]
+        if weight.dim() == 1
+        else weight.gather(1, labels.reshape(len(labels), labels.shape[1:].numel())).reshape(labels.shape)
+    )
+    return torch.where(counted, each, 0)
 
 
 @replace(aten.nll_loss_backward.default)
@@ -167,43 +144,37 @@ def _nll_loss_backward(
     ignore_index: int,
     total: torch.Tensor,
 ) -> torch.Tensor:
-    axis = 0 if x.dim() == 1 else 1
-    labels = _LabelLoss(target, weight, ignore_index, axis, x.dtype)
-    each = labels.counted_only(-g * labels.weights / total if reduction == 1 else -g * labels.weights)
-    return torch.zeros_like(x).scatter(axis, labels.labels, each.unsqueeze(axis))
+    axis, counted = 0 if x.dim() == 1 else 1, target != ignore_index
+    each = -g * _weights_of_labels(target, weight, ignore_index, x.dtype)
+    # zero if the label is ignored, also if all labels are, whose mean is nan
+    each = torch.where(counted, each / total if reduction == 1 else each, 0)
+    labels = torch.where(counted, target, 0)
+    return torch.zeros_like(x).scatter(axis, labels.unsqueeze(axis), each.unsqueeze(axis))
+
+
+def _as_one_batch(batch: Any, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probabilities and labels [n, *] of all samples as one batch of PyTorch's kernel."""
+    values, first = batch.physical(x), min(x.dim(), 2)  # the axes in front of the classes
+    rows = values.shape[:first].numel()
+    return values.reshape(rows, *values.shape[first:]), labels.reshape(rows, *labels.shape[first:])
 
 
 def _nll_batch(
     batch: Any, op: Op, x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int
 ) -> Any:
-    if x.dim() < 3 and weight is None:
-        return _nll_by_kernel(batch, x, target, reduction, ignore_index)
-    values, labels = _physical_labels(batch, x, target, weight, ignore_index)
-    losses = labels.losses(values)
+    labels = batch.physical(target).long()
+    losses = op(*_as_one_batch(batch, x, labels), None, 0, ignore_index)[0].reshape(labels.shape)
+    weights = _weights_of_labels(labels, batch.raw(weight), ignore_index, losses.dtype)
+    if weight is not None:
+        losses = losses * weights
     positions = list(range(1, losses.dim()))
-    total = labels.weights.sum(positions) if positions else labels.weights
     if reduction or not positions:
-        losses = losses + 0  # as in _nll_by_kernel
-    if reduction == 0:
-        return losses, torch.zeros_like(total)
-    summed = losses.sum(positions) if positions else losses
-    return (summed / total if reduction == 1 else summed), total
-
-
-def _nll_by_kernel(
-    batch: Any, x: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int
-) -> Any:
-    """All positions of all samples as one batch of PyTorch's own kernel, without a reduction."""
-    values, labels = batch.physical(x), batch.physical(target).long()
-    flat = values.reshape(labels.numel(), values.shape[-1])
-    losses = aten.nll_loss_forward.default(flat, labels.reshape(-1), None, 0, ignore_index)[0]
-    if reduction or labels.dim() == 1:
         losses = losses + 0  # PyTorch adds the losses of a sample to zero, so that their sum is never -0
     if reduction == 0:
-        return losses.reshape(labels.shape), values.new_zeros(labels.shape[0])
-    total = (labels != ignore_index).to(values.dtype)
-    if labels.dim() > 1:
-        losses, total = losses.reshape(labels.shape).sum(1), total.sum(1)
+        return losses, losses.new_zeros(batch.size)
+    total = weights
+    if positions:
+        losses, total = losses.sum(positions), weights.sum(positions)
     return (losses / total if reduction == 1 else losses), total
 
 
@@ -218,48 +189,16 @@ def _nll_backward_batch(
     ignore_index: int,
     total: Any,
 ) -> torch.Tensor:
-    if x.dim() < 3 and weight is None:
-        return _nll_backward_by_kernel(batch, g, x, target, reduction, ignore_index, total)
-    values, labels = _physical_labels(batch, x, target, weight, ignore_index)
-    cotangents = batch.aligned(g, labels.weights.dim() - 1)
-    each = -cotangents * labels.weights
+    labels = batch.physical(target).long()
+    each = batch.aligned(g, target.dim())
     if reduction == 1:
-        each = each / batch.aligned(total, labels.weights.dim() - 1)
-    return torch.zeros_like(values).scatter(
-        labels.axis, labels.labels, labels.counted_only(each).unsqueeze(labels.axis)
-    )
-
-
-def _nll_backward_by_kernel(
-    batch: Any,
-    g: torch.Tensor,
-    x: torch.Tensor,
-    target: torch.Tensor,
-    reduction: int,
-    ignore_index: int,
-    total: Any,
-) -> torch.Tensor:
-    values, labels = batch.physical(x), batch.physical(target).long()
-    each = batch.physical(g)
-    if reduction == 1:
-        each = each / batch.physical(total)
-    if each.dim() < labels.dim():
-        each = each.unsqueeze(1).expand(labels.shape)
-    flat = values.reshape(labels.numel(), values.shape[-1])
-    nothing = flat.new_zeros(())  # the weight of all labels, which only the mean needs
-    grad = aten.nll_loss_backward.default(
-        each.reshape(-1), flat, labels.reshape(-1), None, 0, ignore_index, nothing
-    )
-    return grad.reshape(values.shape)
-
-
-def _physical_labels(
-    batch: Any, x: torch.Tensor, target: torch.Tensor, weight: Any, ignore_index: int
-) -> tuple[torch.Tensor, _LabelLoss]:
-    values = batch.physical(x)
-    return values, _LabelLoss(
-        batch.physical(target), batch.raw(weight), ignore_index, 1 if x.dim() == 1 else 2, values.dtype
-    )
+        each = each / batch.aligned(total, target.dim())
+    if weight is not None:
+        each = each * _weights_of_labels(labels, batch.raw(weight), ignore_index, each.dtype)
+    values, rows = _as_one_batch(batch, x, labels)
+    nothing = values.new_zeros(())  # the weight of all labels, which only the mean needs
+    grad = op(each.expand(labels.shape).reshape(rows.shape), values, rows, None, 0, ignore_index, nothing)
+    return grad.reshape(batch.size, *x.shape)
 
 
 for _forward, _backward in (
