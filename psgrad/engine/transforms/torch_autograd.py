@@ -13,7 +13,7 @@ Fused attention is not replaced: the derivative of its derivative is an error, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,6 +88,7 @@ switches += [
 for _op in (
     aten.silu_backward.default,
     aten.mish_backward.default,
+    aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
     aten.native_group_norm_backward.default,
 ):
@@ -105,18 +106,6 @@ def _copy(x: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Ten
     if not isinstance(source, torch.Tensor):
         return torch.full_like(x, source)
     return source.to(x).expand(x.shape).clone()
-
-
-def _layer_norm(
-    x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
-) -> tuple[torch.Tensor, ...]:
-    axes = list(range(x.dim() - len(shape), x.dim()))
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    mean = wide.mean(axes, keepdim=True)
-    rstd = (wide.var(axes, correction=0, keepdim=True) + eps).rsqrt()
-    out = (wide - mean) * rstd
-    out = out if weight is None else out * weight
-    return (out if bias is None else out + bias).to(x.dtype), mean, rstd
 
 
 def _solve(
@@ -142,5 +131,4 @@ def _grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) 
 autograd_replacements[grouped_mm] = _grouped_mm
 autograd_replacements[grouped_outer] = _grouped_outer
 autograd_replacements[aten.copy.default] = _copy
-autograd_replacements[aten.native_layer_norm.default] = _layer_norm
 autograd_replacements[aten._linalg_solve_ex.default] = _solve
