@@ -101,11 +101,15 @@ def _layer_norm_batch(
     if not (batch.is_mapped(weight) or batch.is_mapped(bias)):
         return op(batch.physical(x), shape, weight, bias, eps)
     out, mean, rstd = op(batch.physical(x), shape, None, None, eps)
-    if weight is not None:
-        out = out * batch.aligned(weight, x.dim())
-    if bias is not None:
-        out = out + batch.aligned(bias, x.dim())
-    return out, mean, rstd
+    return _scaled_and_shifted(batch, out, weight, bias, x.dim()), mean, rstd
+
+
+def _scaled_and_shifted(batch: Any, out: torch.Tensor, weight: Any, bias: Any, rank: int) -> torch.Tensor:
+    """A normalised value [n, *] of logical rank `rank`, times a weight and plus a bias that broadcast to one
+    sample of it; None for neither.
+    """
+    out = out if weight is None else out * batch.aligned(weight, rank)
+    return out if bias is None else out + batch.aligned(bias, rank)
 
 
 def _layer_norm_of_halves(
@@ -210,15 +214,8 @@ def _group_norm_batch(
         op(batch.fold(x), None if mapped else weight, None if mapped else bias, b * batch.size, c, *sizes), b
     )
     if mapped:
-        spatial = (1,) * (x.dim() - 2)
-        for parameter, combine in ((weight, torch.mul), (bias, torch.add)):
-            if parameter is not None:
-                out = combine(
-                    out,
-                    batch.raw(parameter).reshape(
-                        *((batch.size, 1) if batch.is_mapped(parameter) else ()), c, *spatial
-                    ),
-                )
+        weight, bias = (t if t is None else t.reshape(c, *(1,) * (x.dim() - 2)) for t in (weight, bias))
+        out = _scaled_and_shifted(batch, out, weight, bias, x.dim())
     return out, mean, rstd
 
 
