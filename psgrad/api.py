@@ -90,7 +90,7 @@ def __getattr__(name: str) -> Any:
 AnyConfig = Config | Mapping[str, Any] | str | PathLike[str]
 AnyPath = str | PathLike[str]
 Result = TypeVar("Result")
-Say = Callable[["Progress"], None]
+ShowProgress = Callable[["Progress"], None]
 
 
 def _whole(result: Result | None) -> Result:
@@ -122,7 +122,7 @@ def analyze(
     resume: bool = False,
     overwrite: bool = False,
     report: bool = True,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
     **objects: Unpack[Objects],
 ) -> AnalyzeRun:
     """Measure each sample by its own gradient; `psgrad analyze`. The run is in the config's output folder,
@@ -217,7 +217,7 @@ def influence(
     overwrite: bool = False,
     matrix: bool = False,
     report: bool = True,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
     **objects: Unpack[Objects],
 ) -> InfluenceRun:
     """Which training examples made the model do this; `psgrad influence`. `plot` has the figures."""
@@ -236,7 +236,7 @@ def review(
     *,
     overwrite: bool = False,
     report: bool = True,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
     **objects: Unpack[Objects],
 ) -> ReviewResult:
     """What a change of the training data will do, before anybody trains on it; `psgrad review`."""
@@ -259,7 +259,7 @@ def influence_index(
     resume: bool = False,
     overwrite: bool = False,
     update: bool = False,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
     **objects: Unpack[Objects],
 ) -> IndexResult:
     """Build the config's index of training gradients; `psgrad influence index`. update: let a finished one
@@ -279,7 +279,7 @@ def evaluate_influence(
     *,
     output: AnyPath | None = None,
     overwrite: bool = False,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
     **objects: Unpack[Live],
 ) -> EvaluationResult:
     """Retrain, and see whether the scores are true; `psgrad influence --evaluate`. kind: 'lds', 'loo' or
@@ -300,7 +300,7 @@ def dp_step(
     steps: int | Literal["all"] = 1,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
     **objects: Unpack[Objects],
 ) -> DPStepResult:
     """Take differentially private steps; `psgrad dp-step`."""
@@ -322,7 +322,7 @@ def dp_audit(
     config: AnyConfig | None = None,
     *,
     overwrite: bool = False,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
     **objects: Unpack[Objects],
 ) -> DPAuditResult:
     """Attack the private steps that a config describes; `psgrad dp-audit`."""

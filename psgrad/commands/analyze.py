@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -51,7 +50,7 @@ from psgrad.run.finished import ISSUE_SUMMARY, ISSUES, load_run
 from psgrad.run.identity import digest
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.progress import read_ahead
-from psgrad.run.results import AnalyzeResult, MeasureResult, Say, TopSample
+from psgrad.run.results import AnalyzeResult, MeasureResult, ShowProgress, TopSample
 from psgrad.run.results.manifest import Counts, RunManifest
 from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
@@ -72,7 +71,7 @@ def analyze(
     limit: int | float | None = None,
     sample: bool = False,
     report: bool = True,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
     processes: Processes | None = None,
 ) -> AnalyzeResult | None:
     """Measure the samples of a dataset by their gradients: the whole of `psgrad analyze`.
@@ -262,12 +261,11 @@ class Analysis:
     def say_what_to_know(self, run: Run[Processes]) -> None:
         """Name rows that could not be read, and parameters whose gradients take more time and memory."""
         for row, reason in sorted(self.setup.reader.unreadable.items())[:_UNREADABLE_SHOWN]:
-            run.say("samples", f"row {row} is not finite: {reason}")
+            run.say(f"row {row} is not finite: {reason}")
         if self.norms.unfactored:
             names = listed_names(self.norms.unfactored)
             run.say(
-                "samples",
-                f"materialised sample by sample, which takes more time and memory: the gradients of {names}",
+                f"materialised sample by sample, which takes more time and memory: the gradients of {names}"
             )
 
 
@@ -292,7 +290,7 @@ def load_analysis(config: Config, limit: int | float | None, sample: bool, run: 
     if processes.leads:
         read_ahead(setup.samples, count, progress)
     setup = setup.with_rows_described()
-    setting, every = prepare(setup, measures, count, partial(run.say, "samples"))
+    setting, every = prepare(setup, measures, count, run.say)
     rule = outlier_rule(setup, measures)
     analysis = Analysis(setup, setting, every, rule, in_dataset, limit, sample, label_probabilities(setup))
     if processes.size > 1:

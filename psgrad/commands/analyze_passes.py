@@ -25,7 +25,7 @@ from psgrad.engine.measures.passes import second_pass
 from psgrad.errors import DistributedError, MeasureError
 from psgrad.run import RunFolder
 from psgrad.run.progress import without_interrupts
-from psgrad.run.results import Progress, Say
+from psgrad.run.results import Progress, ShowProgress
 from psgrad.run.shards import FinishedShards, Shards
 
 # Finished rows are made durable this often: what a crash or a full disk can cost.
@@ -67,7 +67,7 @@ class Passes:
     measures: Sequence[Measure]
     about: About
     folder: RunFolder
-    say: Say
+    say: ShowProgress
     processes: Processes
     identity: str
     content: Content | None = None

@@ -21,7 +21,7 @@ from psgrad.commands.private_setup import (
     step_event,
     unit_in_words,
 )
-from psgrad.commands.run_manifest import describe_run, running_manifest
+from psgrad.commands.run_manifest import describe_run
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.privacy.accounting import MECHANISM, tightest_epsilon
@@ -31,9 +31,9 @@ from psgrad.engine.privacy.noise import Noise
 from psgrad.errors import ConfigError
 from psgrad.reports.audit import audit_content
 from psgrad.run.private_runs import PREFIX, PrivateRunFolder
-from psgrad.run.progress import Clock
-from psgrad.run.results import Progress, Say
+from psgrad.run.results import Progress, ShowProgress
 from psgrad.run.results.privacy import DPAuditResult, NoiseAudit
+from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
 
 FILE = "audit.json"
@@ -54,7 +54,7 @@ def dp_audit(
     canaries_only: bool = False,
     output: Path | None = None,
     overwrite: bool = False,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
     processes: Processes | None = None,
 ) -> DPAuditResult | None:
     """Audit the steps that a config describes: the whole of `psgrad dp-audit`.
@@ -83,12 +83,9 @@ def dp_audit(
         follow(config, processes, progress)
         return None
     require_sense(privacy, steps, confidence)
-    PrivateRunFolder.require_free(path, overwrite)
-    clock = Clock()
-    with clock("load"):
-        setup = set_up_privately(
-            config, lambda message: progress(Progress(0, 0, "audit", message)), processes
-        )
+    run = Run.open(path, processes, progress, overwrite=overwrite)
+    with run.clock("load"):
+        setup = set_up_privately(config, run.say, processes)
         multiplier = noise_multiplier(privacy)
         agree(setup, private_hashes(setup, ""), processes)
     taken = steps if steps is not None else steps_for(privacy, canaries_only)
@@ -96,9 +93,9 @@ def dp_audit(
     count = canaries if canaries is not None else canaries_for(setup)
     planted = Canaries.plant(setup.parameters, setup.clipping, count, random)
     folder = PrivateRunFolder.create(path, overwrite)
-    with running_manifest(folder, describe_run("dp-audit", setup.run, None), clock):
+    with run.begin(describe_run("dp-audit", setup.run, None), folder):
         alone = None if canaries_only else contributions(setup)
-        with clock("canaries"), leading(setup, processes) as summed:
+        with run.clock("canaries"), leading(setup, processes) as summed:
             # The config's seed is for its run; an audit does not use it.
             mechanism = AuditedRun(
                 setup.clipping, Noise(multiplier), setup.sampling, privacy.relation, make_generator
@@ -113,11 +110,11 @@ def dp_audit(
                 records=records,
                 tell=lambda done: progress(Progress(done, taken, "audit", unit="step")),
             )
-        with clock("bounds"):
+        with run.clock("bounds"):
             events = [(step_event(privacy, multiplier), taken)]
             accounted = tightest_epsilon(events, privacy.delta)
             verdict = judge(played, events, privacy.delta, confidence)
-        with clock("neighbours"):
+        with run.clock("neighbours"):
             pairs, notes = ([], []) if alone is None else audited_pairs(setup, multiplier)
             pairs += [] if alone is None else [audited_state(setup, alone)]
         if privacy.noise.seed is not None:

@@ -21,8 +21,8 @@ from psgrad.commands.private_resume import (
 )
 from psgrad.commands.private_setup import noise_multiplier, require_privacy, set_up_privately, step_event
 from psgrad.commands.private_statement import ledger_header
-from psgrad.commands.private_steps import PrivateRun
-from psgrad.commands.run_manifest import describe_run, running_manifest
+from psgrad.commands.private_steps import StepFiles
+from psgrad.commands.run_manifest import describe_run
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.privacy.generators import make_generator
@@ -35,9 +35,10 @@ from psgrad.reports.words import count
 from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import require_same_run
 from psgrad.run.private_runs import PrivateRunFolder
-from psgrad.run.progress import Clock, without_interrupts
-from psgrad.run.results import Progress, Say
+from psgrad.run.progress import without_interrupts
+from psgrad.run.results import Progress, ShowProgress
 from psgrad.run.results.privacy import DPStepResult
+from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
 
 
@@ -49,7 +50,7 @@ def dp_step(
     resume: bool = False,
     overwrite: bool = False,
     insecure_deterministic: bool = False,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
     processes: Processes | None = None,
 ) -> DPStepResult | None:
     """Take private steps: the whole of `psgrad dp-step`.
@@ -73,23 +74,16 @@ def dp_step(
         return None
     privacy = require_privacy(config)
     require_sense(privacy, processes, insecure_deterministic)
+    run, before = Run.open(config.output, processes, progress, overwrite=overwrite, resume=resume), None
     if resume:
-        folder = PrivateRunFolder.open(config.output)
+        folder = PrivateRunFolder.open(run.path)
         before = Ledger.read(folder.ledger)
         require_known_form(before)
-    else:
-        PrivateRunFolder.require_free(config.output, overwrite)
-        before = None
     taken = 0 if before is None else len(before.steps)
     unpublished = before is not None and taken == privacy.steps and not folder.finished
     asked = 0 if unpublished else steps_asked(privacy, taken, steps)
-    clock = Clock()
-    with clock("load"):
-        setup = set_up_privately(
-            config,
-            lambda message: progress(Progress(taken, taken + asked, "steps", message, "step")),
-            processes,
-        )
+    with run.clock("load"):
+        setup = set_up_privately(config, run.say, processes)
         if before is not None and privacy.noise.multiplier is None:
             multiplier = float(before.header["noise_multiplier"])  # solved once
         else:
@@ -104,13 +98,13 @@ def dp_step(
             require_same_budget(before.header, budget)
         if budget is not None:
             budget.require(before, ahead)
-    with clock("self-check"):
+    with run.clock("self-check"):
         check = setup.run.self_check(setup.run.stream(lambda _: None))
         setup.unchanged.require(by_bits=True)
     manifest = replace(describe_run("dp-step", setup.run, check), hashes=hashes)
     optimizer = make_optimizer(privacy.optimizer.name, privacy.optimizer.kwargs, setup.parameters.values())
     if before is None:
-        folder = PrivateRunFolder.create(config.output, overwrite)
+        folder = PrivateRunFolder.create(run.path, overwrite)
         # Before the ledger: a process that resumes the run must recognise the data.
         folder.write_manifest(replace(manifest, state="running").content())
         snapshot, notes = None, []
@@ -126,7 +120,7 @@ def dp_step(
     with (
         opened_ledger(folder, before, header, snapshot, own if before is None else {}) as ledger,
         nullcontext() if budget is None else budget.reserved(ledger, ahead),
-        running_manifest(folder, manifest, clock) as running,
+        run.begin(manifest, folder),
         leading(setup, processes) as summed,
     ):
         folder.remove_leftovers()
@@ -145,28 +139,27 @@ def dp_step(
         )
         saved = taken if snapshot is None else int(snapshot.metadata["step"])
         pay = ledger.append if budget is None else partial(budget.pay, ledger)
-        run = PrivateRun(setup, multiplier, folder, ledger, training, taken - saved, pay)
-        with clock("steps"):
+        files = StepFiles(setup, multiplier, folder, ledger, training, taken - saved, pay)
+        with run.clock("steps"):
             progress(Progress(taken, taken + asked, "steps", unit="step"))
             try:
-                with run.saved_if_ended():
+                with files.saved_if_ended():
                     for left in reversed(range(asked)):
                         with without_interrupts():  # Ctrl-C waits for the end of a step
-                            run.before_step()
+                            files.before_step()
                             drawn = training.draw()
                             clipped = training.clipped(drawn)
-                            run.pay()  # on the disk, before anything of it is released
+                            files.pay()  # on the disk, before anything of it is released
                             noisy = training.noised(clipped)
                             if not left:
-                                run.keep(noisy)
+                                files.keep(noisy)
                             training.update(noisy)
-                            run.release(noisy)
-                        run.show(progress, taken + asked)
+                            files.release(noisy)
+                        files.show(progress, taken + asked)
             finally:
-                engine = replace(running.manifest.engine, **setup.run.counts.facts())
-                running.add(engine=engine)
-        with clock("accounting"):
-            return run.finish(notes)
+                run.add(engine=replace(run.manifest.engine, **setup.run.counts.facts()))
+        with run.clock("accounting"):
+            return files.finish(notes)
 
 
 def require_sense(privacy: PrivacyConfig, processes: Processes, insecure_deterministic: bool) -> None:

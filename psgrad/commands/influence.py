@@ -23,7 +23,6 @@ from psgrad.commands.influence_scores import (
 from psgrad.commands.influence_setup import (
     InfluenceSetup,
     ScreenedRows,
-    Warnings,
     described,
     errors_of_own_method,
     set_up_influence,
@@ -41,7 +40,7 @@ from psgrad.engine.influence.ranking import divisor, joined_self
 from psgrad.run import RunFolder
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged
-from psgrad.run.results import Say
+from psgrad.run.results import ShowProgress
 from psgrad.run.results.influence import (
     QUERY_COLUMNS,
     SIGN,
@@ -73,7 +72,7 @@ def influence(
     overwrite: bool = False,
     matrix: bool = False,
     report: bool = True,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
     processes: Processes | None = None,
 ) -> InfluenceResult | None:
     """Rank the training examples for each query: the whole of `psgrad influence`.
@@ -85,37 +84,37 @@ def influence(
     Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk.
     """
     processes = OneProcess() if processes is None else processes
-    run, warnings = Run.open(config.output, processes, progress, overwrite=overwrite), Warnings(progress)
+    run = Run.open(config.output, processes, progress, overwrite=overwrite)
     with run.clock("load"):
-        setup = set_up_influence(config, run, warnings)
+        setup = set_up_influence(config, run)
         require_tokens(setup)
         index = None if config.influence.index is None else open_index(config, setup.run)
         if index is not None:
             setup = replace(setup, method=from_index(setup.method, index))
     if not processes.leads:
-        checked(scored(setup, index, matrix, run, warnings), run, warnings)
+        checked(scored(setup, index, matrix, run), run)
         return None
     with run.clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
         specs = [setup.run.config.influence.method.name, setup.run.config.influence.measurement.name]
         manifest = replace(describe_run("influence", setup.run, check, specs), influence=described(setup))
     with run.begin(manifest):
-        found = scored(setup, index, matrix, run, warnings)
+        found = scored(setup, index, matrix, run)
         require_unchanged(setup.run.samples.stamps)
-        result = result_of(found, run, warnings)
+        result = result_of(found, run)
         with run.clock("tables"):
             write_tables(result, found.scores.matrix if matrix else None, run.folder)
             run.write_manifest()
         try:
-            removals = checked(found, run, warnings)
+            removals = checked(found, run)
         except KeyboardInterrupt:
-            warnings(
+            run.say(
                 f"all scores are written to {run.path}; the check of the largest ones was interrupted, and"
                 " there is no page; influence.check: never leaves it out"
             )
             raise
         words = None if removals is None else {**asdict(removals), "words": removals.words}
-        facts = run.add(influence=replace(run.manifest.influence, check=words, warnings=result.warnings))
+        facts = run.add(influence=replace(run.manifest.influence, check=words, warnings=run.messages))
         result = replace(result, check=removals, manifest=facts)
         if report:
             from psgrad.reports.influence_page import write_influence_report  # all that needs matplotlib
@@ -145,18 +144,16 @@ class Scored:
     own: np.ndarray | None
 
 
-def scored(
-    setup: InfluenceSetup, index: GradientIndex | None, matrix: bool, run: AnyRun, warnings: Warnings
-) -> Scored:
+def scored(setup: InfluenceSetup, index: GradientIndex | None, matrix: bool, run: AnyRun) -> Scored:
     """What all processes compute together, of rows that are finite. index: the one that answers."""
     wanted, clock = setup.run.config.influence, run.clock
     with clock("screening"):
         stored = None if index is None else stored_row_norms(index)
-        setup, screening = without_nonfinite(setup, warnings, stored)
+        setup, screening = without_nonfinite(setup, run.say, stored)
     require_memory(setup, matrix)
     with errors_of_own_method(wanted.method.name):
         with clock("weight decay"):
-            setup = with_weight_decay(setup, screening.training.norms[screening.kept], warnings)
+            setup = with_weight_decay(setup, screening.training.norms[screening.kept], run.say)
         with clock("fit"):
             fitted = setup.fitted(setup.method)
         with clock("normalize"):
@@ -170,18 +167,18 @@ def scored(
             scores = rank(setup, fitted, divisors, shown, keep, run.progress)
             tokens = token_pairs(setup, fitted, scores.pairs, shown)
         with clock("self-influence"):
-            own = self_influence(setup, fitted, warnings)
+            own = self_influence(setup, fitted, run.say)
         facts = [each.facts.content() for each in fitted]
     if described(setup).predicts_removal:
         known = queries[queries["status"] == "ok"].set_index("index")["measurement"]
-        scores = replace(scores, pairs=marked_beyond_loss(setup, scores.pairs, known, warnings))
+        scores = replace(scores, pairs=marked_beyond_loss(setup, scores.pairs, known, run.say))
     questions = QuestionTables()
     if scores.matrix is not None:
         with clock("questions"):
-            questions = answered(setup, scores.matrix["scores"], warnings)
+            questions = answered(setup, scores.matrix["scores"], run.say)
     return Scored(
         setup,
-        query_table(setup, screening, scores, warnings),
+        query_table(setup, screening, scores, run.say),
         training_table(setup, screening, scores.overall, own),
         scores,
         questions,
@@ -192,13 +189,13 @@ def scored(
     )
 
 
-def result_of(found: Scored, run: AnyRun, warnings: Warnings) -> InfluenceResult:
+def result_of(found: Scored, run: AnyRun) -> InfluenceResult:
     """The result of a run: all but what a check of removals adds."""
     setup, queries, training, pairs = found.setup, found.queries, found.training, found.scores.pairs
     fit, unit, size = found.facts, unit_of(setup, found.fitted), run.processes.size
     before, larger_is_worse = run.manifest.influence.queries, setup.measurement.sign > 0
     facts = run.add(
-        influence=replace(described(setup), queries=before, unit=unit, fit=fit, warnings=warnings.messages),
+        influence=replace(described(setup), queries=before, unit=unit, fit=fit, warnings=run.messages),
         counts=Counts(
             training_examples=len(training),
             training_nonfinite=int((training["status"] != "ok").sum()),
@@ -223,7 +220,7 @@ def result_of(found: Scored, run: AnyRun, warnings: Warnings) -> InfluenceResult
         query_inputs={row: input_of(asked, row) for row in first} if seen else {},
         training_inputs={row: input_of(setup.run.samples, row) for row in examples} if seen else {},
         facts=fit,
-        warnings=warnings.messages,
+        warnings=run.messages,
         class_names=setup.run.config.data.class_names,
         larger_is_worse=larger_is_worse,
         questions=found.questions,
@@ -231,16 +228,18 @@ def result_of(found: Scored, run: AnyRun, warnings: Warnings) -> InfluenceResult
     )
 
 
-def checked(found: Scored, run: AnyRun, warnings: Warnings) -> RemovalCheck | None:
+def checked(found: Scored, run: AnyRun) -> RemovalCheck | None:
     """The check of the largest scores, by all processes together; None where there is none."""
     setup = found.setup
     if not described(setup).predicts_removal:
         return None
     with run.clock("check"), errors_of_own_method(setup.run.config.influence.method.name):
-        return check_removals(setup, found.fitted, found.scores.pairs, found.own, warnings, run.clock.count)
+        return check_removals(setup, found.fitted, found.scores.pairs, found.own, run.say, run.clock.count)
 
 
-def self_influence(setup: InfluenceSetup, fitted: Sequence[Fitted], say: Warnings) -> np.ndarray | None:
+def self_influence(
+    setup: InfluenceSetup, fitted: Sequence[Fitted], say: Callable[[str], None]
+) -> np.ndarray | None:
     """[n]: each training example's influence on itself, over checkpoints as scores are; None where the config
     leaves it out, or where it takes a solve an example and the config leaves that open.
     """

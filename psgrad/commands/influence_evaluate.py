@@ -21,7 +21,6 @@ from psgrad.commands.influence_retraining import (
 )
 from psgrad.commands.influence_setup import (
     InfluenceSetup,
-    Warnings,
     described,
     set_up_influence,
     without_nonfinite,
@@ -48,7 +47,7 @@ from psgrad.engine.influence.evaluation.statistics import self_influences
 from psgrad.errors import ConfigError
 from psgrad.reports.evaluation_plots import evaluation_plots
 from psgrad.run import RunFolder
-from psgrad.run.results import Say
+from psgrad.run.results import ShowProgress
 from psgrad.run.results.influence_evaluation import (
     EVALUATION_COLUMNS,
     EVALUATION_FILE,
@@ -72,7 +71,7 @@ def evaluate_influence(
     *,
     output: Path | None = None,
     overwrite: bool = False,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
     processes: Processes | None = None,
 ) -> EvaluationResult | None:
     """Retrain models, and hold the config's scores and those of controls against them: the whole of `psgrad
@@ -93,18 +92,17 @@ def evaluate_influence(
     """
     processes = OneProcess() if processes is None else processes
     run = Run.open(output or config.output_of(kind), processes, progress, overwrite=overwrite)
-    say = Warnings(progress, "evaluation")
     with run.clock("load"):
         require_evaluable(config)
-        setup = set_up_influence(config, run, say)
+        setup = set_up_influence(config, run)
     if not processes.leads:
-        _evaluated(setup, kind, run, say)
+        _evaluated(setup, kind, run)
         return None
     with run.clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
     manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
     with run.begin(manifest):
-        evaluation, found = _evaluated(setup, kind, run, say)
+        evaluation, found = _evaluated(setup, kind, run)
         result = EvaluationResult(
             kind=kind,
             method=evaluation.main,
@@ -114,7 +112,7 @@ def evaluate_influence(
             unit=setup.measurement.change,
             folder=run.path,
             points=found.points,
-            notes=say.messages,
+            notes=run.messages,
             manifest=run.manifest,
         )
         manifest = run.add(
@@ -128,14 +126,14 @@ def evaluate_influence(
 
 
 def _evaluated(
-    setup: InfluenceSetup, kind: EvaluationKind, run: Run[Processes], say: Warnings
+    setup: InfluenceSetup, kind: EvaluationKind, run: Run[Processes]
 ) -> tuple[Evaluation, EvaluationScores]:
     """What all processes compute together: the evaluation, and what it found."""
     with run.clock("screening"):
-        setup, _ = without_nonfinite(setup, say)
+        setup, _ = without_nonfinite(setup, run.say)
     run.processes.agreed("the folder", list)  # which the first process has made by then
     with run.clock("evaluation"):
-        evaluation = evaluation_of(setup, run.folder, run.progress, say)
+        evaluation = evaluation_of(setup, run)
         found = EVALUATIONS[kind](evaluation)
     return evaluation, found
 
@@ -250,7 +248,7 @@ def _own_influence(evaluation: Evaluation, fits: Fits) -> Array:
     method, fitted = fits[evaluation.main]
     if all(one.has_self_influence for one in fitted):
         return self_influences(method, fitted)
-    evaluation.say(
+    evaluation.run.say(
         f"{evaluation.main} has no cheap self-influence: the removals with the highest gradient norm"
         " are taken in its place"
     )

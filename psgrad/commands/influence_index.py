@@ -29,8 +29,9 @@ from psgrad.quality.references import CLASSES
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.index_files import as_stored
 from psgrad.run.progress import LOADING, Clock, read_ahead
-from psgrad.run.results import Progress, Say
+from psgrad.run.results import Progress, ShowProgress
 from psgrad.run.results.influence import IndexResult
+from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
 
 
@@ -41,7 +42,7 @@ def influence_index(
     resume: bool = False,
     overwrite: bool = False,
     update: bool = False,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
     processes: Processes | None = None,
     part: tuple[int, int] | None = None,
 ) -> IndexResult | None:
@@ -58,13 +59,9 @@ def influence_index(
     wanted = require_index(config)
     config = config if overwrite else completed_for_influence(config, lambda _: None)
     processes = OneProcess() if processes is None else processes
-    clock = Clock()
+    command = Run(wanted.path, processes, progress)
     progress(LOADING)
-
-    def say(message: str) -> None:
-        progress(Progress(0, 0, "index", message))
-
-    with clock("load"):
+    with command.clock("load"):
         run = first_run(config, processes).with_reader(with_digests=True)
         read_ahead(run.samples, len(run.samples), progress)
         description = described_index(config, run)
@@ -73,7 +70,7 @@ def influence_index(
         processes = RowPart.of(*part, len(store.shards), 1)
     else:
         if processes.leads and update:
-            store = updated(GradientIndex.open(wanted.path), description, run, say)
+            store = updated(GradientIndex.open(wanted.path), description, run, command.say)
         elif processes.leads and resume:
             store = GradientIndex.resume(wanted.path, description)
         elif processes.leads:
@@ -84,18 +81,18 @@ def influence_index(
 
     def load(number: int) -> Examples:
         there = run_at(run, number)
-        return Examples(there.objective, run.reader, there.stream_options(say))
+        return Examples(there.objective, run.reader, there.stream_options(command.say))
 
-    with clock("gradients"):
+    with command.clock("gradients"):
         build_index(
             store,
             load,
-            say=say,
+            say=command.say,
             progress=lambda done, of: progress(Progress(done, of, "index", unit="training example")),
             processes=processes,
             digests=lambda start, stop: digests_read(run.reader, start, stop),
         )
-    return result_of(store, clock) if processes.leads else None
+    return result_of(store, command.clock) if processes.leads else None
 
 
 def _made_by_first(path: Path, description: dict[str, Any], processes: Processes) -> GradientIndex:

@@ -34,7 +34,8 @@ from psgrad.engine.influence.method import Fitted, Method
 from psgrad.errors import InfluenceError
 from psgrad.models.training_functions import resolve_training
 from psgrad.run import RunFolder
-from psgrad.run.results import Progress, Say
+from psgrad.run.results import Progress
+from psgrad.run.run import Run
 
 Array = np.ndarray[Any, Any]
 Fits = dict[str, tuple[Method, list[Fitted]]]
@@ -48,8 +49,8 @@ class Evaluation:
     """What an evaluation compares, and the models that it compares with.
 
     methods: by the names that they have in tables, the config's first. asked: [m] the rows of the query data
-    that are reported on. train: makes models of jobs. fingerprint: of what their measurements depend on. say:
-    called with sentences for people.
+    that are reported on. train: makes models of jobs. fingerprint: of what their measurements depend on. run:
+    shows progress, and says what people should know.
     """
 
     setup: InfluenceSetup
@@ -58,8 +59,7 @@ class Evaluation:
     train: Trainer
     store: ShardStore
     fingerprint: str
-    progress: Say
-    say: Callable[[str], None]
+    run: Run[Any]
 
     @property
     def wanted(self) -> EvaluationConfig:
@@ -106,7 +106,7 @@ class Evaluation:
             self.store,
             f"{self.fingerprint} queries {rows.digest()}",
             self.wanted.train.together,
-            tell=lambda done: self.progress(Progress(done, len(jobs), "retraining", unit="model")),
+            tell=lambda done: self.run.progress(Progress(done, len(jobs), "retraining", unit="model")),
             processes=self.setup.processes,
         )
         return dict(zip(sets, outcomes.reshape(len(sets), self.seeds, -1), strict=True))
@@ -133,7 +133,7 @@ class Evaluation:
                 scores[name] = score_matrix(method, fitted, queries, normalize)
         beside, notes = controls(self.training, queries[0], self.wanted.seed)
         for note in notes:
-            self.say(note)
+            self.run.say(note)
         beside = {name: matrix for name, matrix in beside.items() if only is None or name in only}
         return {**scores, **beside}, set(beside)
 
@@ -146,7 +146,7 @@ class Evaluation:
         except InfluenceError as error:
             if name == self.main:
                 raise
-            self.say(f"left out: {name}, as {error.message}")
+            self.run.say(f"left out: {name}, as {error.message}")
 
 
 class ShardStore:
@@ -170,11 +170,9 @@ class ShardStore:
         self._folder.write_bytes(f"{RETRAINED}/{name}.npy", buffer.getvalue())
 
 
-def evaluation_of(
-    setup: InfluenceSetup, folder: RunFolder, progress: Say, say: Callable[[str], None]
-) -> Evaluation:
-    """The evaluation that a config describes. Raises ConfigError for methods or a training function that are
-    not there.
+def evaluation_of(setup: InfluenceSetup, run: Run[Any]) -> Evaluation:
+    """The evaluation that a config describes, with what is stored in the run's folder. Raises ConfigError
+    for methods or a training function that are not there.
     """
     config, wanted = setup.run.config, setup.run.config.influence.evaluate
     fresh = fresh_models(config, setup.run)
@@ -189,8 +187,8 @@ def evaluation_of(
     if wanted.queries is not None and wanted.queries < len(asked):  # a random choice of them, in order
         asked = np.sort(np.random.default_rng([wanted.seed, 2]).choice(asked, wanted.queries, replace=False))
     methods, mark = compared(config, setup.method), fingerprint(setup, rows)
-    _say_what_differs(setup, methods, fresh, say)
-    return Evaluation(setup, methods, asked, train, ShardStore(folder), mark, progress, say)
+    _say_what_differs(setup, methods, fresh, run.say)
+    return Evaluation(setup, methods, asked, train, ShardStore(run.folder), mark, run)
 
 
 def _say_what_differs(

@@ -25,7 +25,7 @@ from psgrad.engine.influence.ranking import (
 )
 from psgrad.errors import InfluenceError
 from psgrad.reports.words import amount
-from psgrad.run.results import Progress, Say
+from psgrad.run.results import Progress, ShowProgress
 from psgrad.run.results.influence import ALL_INDEX, ALL_QUERIES, ranked_pairs
 from psgrad.run.results.influence_details import CONTRAST_COLUMNS, GROUP_COLUMNS, QuestionTables
 
@@ -84,7 +84,7 @@ def rank(
     divisors: Sequence[torch.Tensor] | None,
     shown: Sequence[int],
     matrix: bool,
-    progress: Say,
+    progress: ShowProgress,
 ) -> Scores:
     """Score all training examples for all queries, some queries at a time where their gradients would not fit
     in memory.

@@ -50,8 +50,7 @@ from psgrad.errors import InfluenceError, PsgradError
 from psgrad.models.run_checkpoints import adam_state, second_moments
 from psgrad.plugins import METHODS, configured
 from psgrad.run.identity import digest, flattened
-from psgrad.run.progress import Progress, read_ahead
-from psgrad.run.results import Say
+from psgrad.run.progress import read_ahead
 from psgrad.run.results.influence import SIGN
 from psgrad.run.results.manifest import CheckpointFacts, Coverage, InfluenceFacts, QueryFacts
 from psgrad.run.run import Run
@@ -59,19 +58,6 @@ from psgrad.user_code import describe_failure
 from psgrad.wording import first_of
 
 _NAMED = 5  # rows in a warning
-
-
-class Warnings:
-    """What the run says to people: printed at once, and kept for the report."""
-
-    def __init__(self, progress: Say, phase: str = "influence") -> None:
-        self.messages: list[str] = []
-        self._progress, self._phase = progress, phase
-
-    def __call__(self, message: str) -> None:
-        if message not in self.messages:
-            self.messages.append(message)
-            self._progress(Progress(0, 0, self._phase, message))
 
 
 @dataclass(frozen=True)
@@ -155,13 +141,14 @@ def errors_of_own_method(name: str) -> Iterator[None]:
 # -- loading -------------------------------------------------------------------------------------------------
 
 
-def set_up_influence(config: Config, command: Run[Any], say: Callable[[str], None]) -> InfluenceSetup:
+def set_up_influence(config: Config, command: Run[Any]) -> InfluenceSetup:
     """Load all that a config names: model, data, queries, method, and each checkpoint. command: whose
-    processes share the passes, and which shows how far these have come.
+    processes share the passes, and which shows how far these have come, and says what people should know.
 
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
-    config, processes, watch = completed_for_influence(config, say), command.processes, command.passes()
+    say, processes, watch = command.say, command.processes, command.passes()
+    config = completed_for_influence(config, say)
     method = method_from(config.influence.method, config.base)
     run = first_run(config, processes)
     # Before queries are chosen by their ids or losses.

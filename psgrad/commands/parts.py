@@ -17,7 +17,7 @@ from psgrad.engine.execution.ranks import MergingParts, OneProcess, Processes, R
 from psgrad.errors import ConfigError, OutputError, OutputExistsError
 from psgrad.run import RunFolder
 from psgrad.run.folders import manifest_of
-from psgrad.run.results import AnalyzeResult, Progress, Say
+from psgrad.run.results import AnalyzeResult, Progress, ShowProgress
 from psgrad.run.results.manifest import RunManifest
 from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
@@ -34,7 +34,7 @@ def measure_part(
     *,
     limit: int | float | None = None,
     sample: bool = False,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
 ) -> Path:
     """Measure the part `number` of `count` of a dataset's rows; returns the run folder, which the
     parts share.
@@ -54,7 +54,7 @@ def measure_part(
     return run.path
 
 
-def merge(output: Path, *, report: bool = True, progress: Say = lambda _: None) -> AnalyzeResult:
+def merge(output: Path, *, report: bool = True, progress: ShowProgress = lambda _: None) -> AnalyzeResult:
     """Judge and report a run whose parts have measured all rows.
 
     Raises ConfigError for a folder that is not one of a run in parts, and DataError for rows that are missing

@@ -22,7 +22,7 @@ from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.errors import DistributedError
 from psgrad.run.identity import digest
 from psgrad.run.progress import without_interrupts
-from psgrad.run.results import Progress, Say
+from psgrad.run.results import Progress, ShowProgress
 
 
 def agree(setup: PrivateSetup, hashes: Mapping[str, Any], processes: Processes) -> None:
@@ -68,7 +68,7 @@ def leading(setup: PrivateSetup, processes: Processes) -> Iterator[RankSteps | P
     steps.end()
 
 
-def follow(config: Config, processes: Processes, progress: Say) -> None:
+def follow(config: Config, processes: Processes, progress: ShowProgress) -> None:
     """The steps of a run on a rank that does not lead, until rank 0 ends.
 
     progress: called with the number of each step alone, which is public.

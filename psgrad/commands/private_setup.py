@@ -119,20 +119,13 @@ def set_up_privately(
     else:
         records = Records.of_units(run.samples.units, unit.max_rows)
     code = run.samples.code
-    told: set[str] = set()
-
-    def once(message: str) -> None:
-        if message not in told:  # a step's streams would say it again in each step
-            told.add(message)
-            say(message)
-
     draws = run.model.training or bool(code)
     streams = RecordStreams(
         records,
         run.reader,
         unchanged.checked(run.objective.loss),
         run.objective.params,
-        lambda loss, rows: run.stream(once, loss, rows),
+        lambda loss, rows: run.stream(say, loss, rows),
         # with a seed, they follow from the seed, the step and the rank: also when resumed
         coins=Coins(make_generator(seed=privacy.noise.seed), run.model, run.criterion.function, *code),
         reads_by_code=bool(code),

@@ -30,14 +30,14 @@ from psgrad.reports.privacy_plots import epsilon_against_steps
 from psgrad.run.folders import PRIVATE, PUBLIC
 from psgrad.run.ledger import Ledger
 from psgrad.run.private_runs import PREFIX, PrivateRunFolder
-from psgrad.run.results import Progress, Say
+from psgrad.run.results import Progress, ShowProgress
 from psgrad.run.results.privacy import STEP_COLUMNS, DPStepResult
 
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
 _STEPS, _INDIVIDUAL, _MOMENTS = "steps.parquet", "individual_epsilon.parquet", "individual_moments.npz"
 
 
-class PrivateRun:
+class StepFiles:
     """The files of the steps of one process: ledger lines, checkpoints, and a statement of what was spent.
 
     Args:
@@ -125,7 +125,7 @@ class PrivateRun:
             self.save()
             self._write_private()
 
-    def show(self, progress: Say, last: int) -> None:
+    def show(self, progress: ShowProgress, last: int) -> None:
         """Tell what was spent, of the steps up to the last of this process."""
         delta = self.setup.privacy.delta
         detail = live_words(epsilon_rdp([(self.training.event(), self._paid)], delta).value, delta)

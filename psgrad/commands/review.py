@@ -29,7 +29,7 @@ from psgrad.data.reader import CheckedReader
 from psgrad.engine.execution.ranks import OneProcess
 from psgrad.errors import ConfigError
 from psgrad.quality.changed_rows import FEWEST, NO_ROW
-from psgrad.run.results import Say
+from psgrad.run.results import ShowProgress
 from psgrad.run.results.review import ReviewResult, review_content
 from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
@@ -48,7 +48,7 @@ def review(
     *,
     overwrite: bool = False,
     report: bool = True,
-    progress: Say = lambda _: None,
+    progress: ShowProgress = lambda _: None,
 ) -> ReviewResult:
     """Predict what the change from `base` to `head` does to the queries: the whole of `psgrad review`.
 
@@ -67,14 +67,8 @@ def review(
     run = Run.open(
         config.output.with_name(f"{config.output.name}-review"), OneProcess(), progress, overwrite=overwrite
     )
-    notes: list[str] = []
-
-    def say(text: str) -> None:
-        notes.append(text)
-        run.say("review", text)
-
     with run.clock("load"):
-        setup = set_up_influence(config, run, say)
+        setup = set_up_influence(config, run)
         before = read_before(setup, with_source(config, base))
         index = index_before(config, setup, before)
     with run.clock("compare"):
@@ -87,9 +81,9 @@ def review(
         removed = table.loc[table["before"] != NO_ROW, "before"].to_numpy(np.int64)
         scalars, sets = scalars_of(setup), query_sets(setup)
         if not len(table):
-            say("no row was added, removed or changed: there is nothing to predict")
+            run.say("no row was added, removed or changed: there is nothing to predict")
         if len(added) and len(setup.query_rows) < FEWEST:
-            say(_FEW.format(len(setup.query_rows), FEWEST))
+            run.say(_FEW.format(len(setup.query_rows), FEWEST))
         with run.clock("predict"):
             masks, judged = [chosen for _, _, chosen in sets], "margin" if "margin" in scalars else "loss"
             rows = ChangedRows(before, added, removed, index)
@@ -102,7 +96,7 @@ def review(
         factor = factor_of(trust, found, measured, judged)
         changes = changes_table(setup, before, table, found, factor, suspects)
         totals = totals_of(sets, found, trust, measured)
-        verdict = review_check(config, run.path, totals, changes, trust, tuple(notes))
+        verdict = review_check(config, run.path, totals, changes, trust, tuple(run.messages))
         result = ReviewResult(
             queries,
             changes,
@@ -114,7 +108,7 @@ def review(
             run.path,
             run.add(),
             input_cards(setup, before, changes) if config.report.include_inputs else {},
-            tuple(notes),
+            tuple(run.messages),
         )
         run.folder.write_table("review.parquet", queries)
         run.folder.write_table("changes.parquet", changes)

@@ -9,8 +9,7 @@ import platform
 import shlex
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,14 @@ from psgrad import __version__
 from psgrad.commands.setup import Setup, checkpoints_sha256
 from psgrad.config import Config
 from psgrad.data.sources.files import hashes_of_files
-from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.gradients.machine import device_name
 from psgrad.errors import ConfigError, DistributedError
 from psgrad.run.folders import RunFolder, manifest_of
 from psgrad.run.identity import differences, lines_of, require_same, settings_of
-from psgrad.run.progress import Clock
 from psgrad.run.results.manifest import DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
-from psgrad.run.run import Run, now
+from psgrad.run.run import now
 from psgrad.user_code import module_of
 from psgrad.wording import short_repr
 
@@ -205,15 +203,3 @@ def require_same_on_ranks(what: str, found: Mapping[str, Any], processes: Proces
             " a checkpoint of the model, and run again"
         ),
     )
-
-
-RunningManifest = Run[OneProcess]
-
-
-@contextmanager
-def running_manifest(folder: RunFolder, manifest: RunManifest, clock: Clock) -> Iterator[RunningManifest]:
-    """A run in a folder that is there, with its manifest; see `Run.begin`."""
-    run = Run(folder.path, OneProcess(), lambda _: None)
-    run.clock = clock
-    with run.begin(manifest, folder):
-        yield run

@@ -33,7 +33,7 @@ class Progress:
     detail: str = ""
 
 
-Say = Callable[[Progress], None]
+ShowProgress = Callable[[Progress], None]
 """Shows how far a run has come."""
 
 LOADING = Progress(0, 0, "load")
@@ -49,7 +49,7 @@ class RowsAhead(Protocol):
         """Reads these rows and keeps them; gives (how many are read, of how many)."""
 
 
-def read_ahead(samples: RowsAhead, count: int, say: Say) -> None:
+def read_ahead(samples: RowsAhead, count: int, say: ShowProgress) -> None:
     """Read the first `count` rows of a dataset that code makes, with progress; they are kept for all passes.
 
     What a run may go on with later is compared with all rows, so they are read before the first of them is
@@ -92,7 +92,7 @@ class PassProgress:
     has done, times their number. Called as `Examples.watch` is.
     """
 
-    def __init__(self, clock: Clock, say: Say, processes: int) -> None:
+    def __init__(self, clock: Clock, say: ShowProgress, processes: int) -> None:
         self._clock, self._say, self._processes = clock, say, processes
         self._phase_began = self._said = 0.0
         self._done: dict[int, int] = {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from psgrad.run.folders import RunFolder
-from psgrad.run.progress import LOADING, Clock, PassProgress, Progress, Say
+from psgrad.run.progress import LOADING, Clock, PassProgress, Progress, ShowProgress
 from psgrad.run.results.manifest import RunManifest
 
 
@@ -48,16 +48,24 @@ class Run(Generic[P]):
         progress: shows how far the run has come.
         processes: those that share it.
         manifest: what manifest.json holds at the end, as far as it is known.
+        messages: what was said to people, each once.
     """
 
-    def __init__(self, path: Path, processes: P, progress: Say, overwrite: bool = False) -> None:
+    def __init__(self, path: Path, processes: P, progress: ShowProgress, overwrite: bool = False) -> None:
         self.path, self.processes, self.progress = path, processes, progress
         self.clock, self.folder, self.manifest = Clock(), RunFolder(path), RunManifest()
+        self.messages: list[str] = []
         self._overwrite = overwrite
 
     @classmethod
     def open(
-        cls, path: Path, processes: P, progress: Say, *, overwrite: bool = False, resume: bool = False
+        cls,
+        path: Path,
+        processes: P,
+        progress: ShowProgress,
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
     ) -> Self:
         """A run in a folder that is free, or with `resume` in one that may hold the beginning of it. Nothing
         is written yet. Raises OutputExistsError for a folder that may not be taken.
@@ -67,9 +75,11 @@ class Run(Generic[P]):
         progress(LOADING)
         return cls(path, processes, progress, overwrite or resume)
 
-    def say(self, phase: str, message: str) -> None:
-        """Show a line of text."""
-        self.progress(Progress(0, 0, phase, message))
+    def say(self, message: str) -> None:
+        """Show a line of text, and keep it in `messages`; the same line is shown once."""
+        if message not in self.messages:
+            self.messages.append(message)
+            self.progress(Progress(0, 0, self.clock.phase, message))
 
     def passes(self) -> PassProgress:
         """What `Examples.watch` takes: it shows how far the passes of the present phase have come."""

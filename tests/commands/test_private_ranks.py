@@ -320,8 +320,8 @@ def noting_what_is_learned(folder: Path, plant: Plant) -> Plant:
 
 # In step 2 of 4: (rank, function, its call, whether it returns first, paid steps, lost steps).
 MOMENTS = {
-    "rank 0 before the ledger": (0, private_steps.PrivateRun, "pay", 2, False, 1),
-    "rank 0 after the ledger": (0, private_steps.PrivateRun, "pay", 2, True, 2),
+    "rank 0 before the ledger": (0, private_steps.StepFiles, "pay", 2, False, 1),
+    "rank 0 after the ledger": (0, private_steps.StepFiles, "pay", 2, True, 2),
     "rank 0 before the update": (0, PrivateTraining, "update", 2, False, 2),
     "rank 0 while it sends weights": (0, process_group.dist, "broadcast", 29, True, 1),
     "rank 0 while it receives": (0, process_group.dist, "recv", 18, True, 1),

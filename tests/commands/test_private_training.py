@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from scipy import stats
 
 from psgrad.commands import private_steps
-from psgrad.commands.private_steps import PrivateRun
+from psgrad.commands.private_steps import StepFiles
 from psgrad.engine.privacy.batches import RecordStreams
 from psgrad.engine.privacy.clipping import MARGIN
 from psgrad.engine.privacy.rounding import residual_epsilon
@@ -321,13 +321,13 @@ def test_dp_resume_after_the_last_payment_names_the_noisy_sum_that_is_lost(
         private.succeeded()
     before = public_bytes(private) if steps > 1 else {}
 
-    def killed(self: PrivateRun) -> None:
+    def killed(self: StepFiles) -> None:
         pay(self)
         raise Killed
 
-    pay = PrivateRun.pay
+    pay = StepFiles.pay
     with monkeypatch.context() as patched:
-        patched.setattr(PrivateRun, "pay", killed)
+        patched.setattr(StepFiles, "pay", killed)
         with pytest.raises(Killed):
             private.dp_step(*(["--resume"] if steps > 1 else []))
     said = private.succeeded("--resume", "--steps", "all").err
@@ -591,16 +591,16 @@ def test_an_interrupted_process_leaves_the_private_table_of_its_steps(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private.succeeded("--steps", "1")
-    note = private_steps.PrivateRun._note
+    note = private_steps.StepFiles._note
 
     def interrupted(run: Any, noisy: Any) -> None:
         note(run, noisy)
         if run.training.taken == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(private_steps.PrivateRun, "_note", interrupted)
+    monkeypatch.setattr(private_steps.StepFiles, "_note", interrupted)
     assert private.dp_step("--steps", "5", "--resume").code == 130
-    monkeypatch.setattr(private_steps.PrivateRun, "_note", note)
+    monkeypatch.setattr(private_steps.StepFiles, "_note", note)
     private.succeeded("--resume")
     table = pd.read_parquet(private.run_folder / "private" / "NOT_PRIVATE_steps.parquet")
     assert table["step"].tolist() == [1, 2, 3, 4]

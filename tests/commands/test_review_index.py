@@ -137,7 +137,7 @@ def test_of_the_training_data_only_changed_rows_are_read_with_an_index(place: Pl
     path = place.write("head.npz", changed(place))
     config = with_source(Config.model_validate(content), path)
     run: Run[Any] = Run.open(place.folder / "only", OneProcess(), lambda _: None)
-    setup = set_up_influence(config, run, lambda _: None)
+    setup = set_up_influence(config, run)
     before = read_before(setup, with_source(config, place.folder / "base.npz"))
     index = index_before(config, setup, before)
     assert index is not None

@@ -1,7 +1,7 @@
 """What a run returns: dataclasses and data frames, with one meaning for each column. No torch, no files."""
 
 from psgrad.run.progress import Progress as Progress
-from psgrad.run.progress import Say as Say
+from psgrad.run.progress import ShowProgress as ShowProgress
 from psgrad.run.results.analyze import PARAMETER_COLUMNS as PARAMETER_COLUMNS
 from psgrad.run.results.analyze import SAMPLE_COLUMNS as SAMPLE_COLUMNS
 from psgrad.run.results.analyze import AnalyzeResult as AnalyzeResult
