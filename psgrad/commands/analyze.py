@@ -277,7 +277,7 @@ def load_analysis(config: Config, limit: int | float | None, sample: bool, run: 
     processes, progress = run.processes, run.progress
     config = completed_for_analyze(config)
     measures = measures_of(config)
-    setup = set_up(config, processes)
+    setup = set_up(config, processes=processes)
     in_dataset, count = len(setup.samples), limited(len(setup.samples), limit)
     if sample:
         if limit is None:

@@ -1,5 +1,5 @@
 """What the numbers of classes mean in a run: whether the names of a dataset are those of the model's outputs,
-and with how many labels the model agrees.
+whether the loss is one of the model's head, and with how many labels the model agrees.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import numpy as np
 import pandas as pd
 
 from psgrad.config import Config
+from psgrad.config.model import TASK_LOSSES
 from psgrad.data.loss import Criterion
 from psgrad.data.rows import Samples
 from psgrad.errors import ConfigError, DataError, LossError, ModelError
+from psgrad.models.factory import LoadedModel
 from psgrad.quality.label_agreement import label_facts
 from psgrad.run.results.manifest import LabelFacts
 from psgrad.wording import first_of
@@ -67,6 +69,26 @@ def require_one_numbering(names: list[str] | None, ours: str, other: Samples, th
             f"the labels of {theirs} are names, and those of {ours} are numbers; expected names in both,"
             " or numbers in both",
             hint=_HINT,
+        )
+
+
+def require_loss_of_the_head(loaded: LoadedModel, criterion: Criterion) -> None:
+    """Raises ConfigError where a head of several labels a row, or of one a token, would be compared with one
+    class a row.
+    """
+    task = None if loaded.pretrained is None else loaded.pretrained.task
+    if task is not None and TASK_LOSSES[task] == "token_cross_entropy" and criterion.kind == "class":
+        raise ConfigError(
+            f"the task {task} has a label for each token, and the loss {criterion.name} takes one a row;"
+            " expected loss: token_cross_entropy, or a loss of your own",
+            hint="leave loss out: the task has its own",
+        )
+    problem = None if loaded.pretrained is None else getattr(loaded.pretrained.config, "problem_type", None)
+    if problem == "multi_label_classification" and criterion.kind == "class":
+        raise ConfigError(
+            f"the model has several labels a row ({problem}), and the loss {criterion.name} has one;"
+            " expected loss: bce_with_logits, or a loss of your own",
+            hint="say the loss in the config; the task's own is that of one label",
         )
 
 

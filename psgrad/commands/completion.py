@@ -28,14 +28,18 @@ def completed_for_analyze(config: Config) -> Config:
     return _with_names(config, stored.get(CLASSES))
 
 
-def completed_for_influence(config: Config, say: Callable[[str], None]) -> Config:
-    """The config with the names of the index in its folder, where it has none, and with EK-FAC as its method,
-    where it names none and the loss is one of tokens: a solve for each query, and the Gauss-Newton matrix of
-    outputs as large as a vocabulary, take minutes there.
+def completed_for_influence(
+    config: Config, say: Callable[[str], None], *, replaces_index: bool = False
+) -> Config:
+    """The config with the first of its checkpoints as the model's; with the names of the index in its folder,
+    where it has none and does not replace that index; and with EK-FAC as its method, where it names none and
+    the loss is one of tokens: a solve for each query, and the Gauss-Newton matrix of outputs as large as a
+    vocabulary, take minutes there.
     """
-    influence = config.influence
-    index = influence.index
-    if config.data.class_names is None and index is not None:
+    influence, index = config.influence, config.influence.index
+    if influence.checkpoints:
+        config = config.changed("model", checkpoint=influence.checkpoints[0].path)
+    if config.data.class_names is None and index is not None and not replaces_index:
         from psgrad.run.gradient_index import GradientIndex
 
         stored: Any = GradientIndex.begun(index.path)
@@ -45,11 +49,8 @@ def completed_for_influence(config: Config, say: Callable[[str], None]) -> Confi
     if named or config.loss.name != "token_cross_entropy" or index is not None:
         return config
     say("influence.method: ekfac, the default where the loss is one of tokens")
-    changed = influence.model_copy(update={"method": MethodConfig(name="ekfac")})
-    return config.model_copy(update={"influence": changed})
+    return config.changed("influence", method=MethodConfig(name="ekfac"))
 
 
 def _with_names(config: Config, names: list[str] | None) -> Config:
-    if names is None:
-        return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"class_names": names})})
+    return config if names is None else config.changed("data", class_names=names)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from psgrad.commands.checkpoints import run_at, sha256_at
 from psgrad.commands.completion import completed_for_influence
-from psgrad.commands.influence_inputs import first_run, run_at, sha256_at
+from psgrad.commands.influence_inputs import first_run
 from psgrad.commands.setup import Setup
 from psgrad.config import Config, IndexConfig
 from psgrad.data.reader import CheckedReader
@@ -57,7 +58,7 @@ def influence_index(
     Shards that are finished by then stay, and `resume` goes on behind them.
     """
     wanted = require_index(config)
-    config = config if overwrite else completed_for_influence(config, lambda _: None)
+    config = completed_for_influence(config, lambda _: None, replaces_index=overwrite)
     processes = OneProcess() if processes is None else processes
     command = Run(wanted.path, processes, progress)
     progress(LOADING)

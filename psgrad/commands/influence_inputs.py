@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from psgrad.commands.class_names import errors_about
-from psgrad.commands.loaded_parts import Trained, load
-from psgrad.commands.setup import Setup, draws_at_random, setup_of
-from psgrad.config import CheckpointConfig, Config, QueriesConfig, is_callable_spec, nearest
+from psgrad.commands.setup import Setup, Trained, set_up
+from psgrad.config import Config, QueriesConfig, is_callable_spec, nearest
 from psgrad.config.values import names_in_condition
 from psgrad.data.measurements import Measurement
 from psgrad.data.reader import CheckedReader
@@ -24,15 +23,10 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import ChosenRows
 from psgrad.engine.execution.ranks import Processes
 from psgrad.errors import ConfigError
-from psgrad.models.factory import checkpoint_hash, load_model
+from psgrad.models.factory import load_model
 from psgrad.run.results.analyze import rows_where
 
 # -- checkpoints ---------------------------------------------------------------------------------------------
-
-
-def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
-    """The checkpoints that a config lists; None stands for the model's own."""
-    return list(config.influence.checkpoints) if config.influence.checkpoints else [None]
 
 
 def first_run(config: Config, processes: Processes) -> Setup:
@@ -40,36 +34,15 @@ def first_run(config: Config, processes: Processes) -> Setup:
     random, and for what is not computed for losses with weights, or for groups of rows.
     """
     trained = Trained(config.influence.parameters, "influence.parameters")
-    run = setup_of(load(_at(config, 0), trained=trained, processes=processes))
+    run = set_up(config, trained, processes)
     if run.samples.weighted:
         _require_of_weights(config)
-    if draws_at_random(run.first_output, run.model):
+    if run.draws_at_random():
         raise ConfigError(
             "the model draws random numbers in train mode, so an example has no one gradient",
             hint="set model.mode: eval",
         )
     return run
-
-
-def run_at(run: Setup, number: int) -> Setup:
-    """The run at another of its checkpoints. run: at the first one."""
-    checkpoint = checkpoints_of(run.config)[number]
-    return run if number == 0 or checkpoint is None else run.at_checkpoint(checkpoint.path)
-
-
-def sha256_at(config: Config, number: int) -> str | None:
-    """The hash of a checkpoint's file; None where the weights are those that the factory gave."""
-    path = _at(config, number).model.checkpoint
-    return None if path is None else checkpoint_hash(config.base / path)
-
-
-def _at(config: Config, number: int) -> Config:
-    """The config with this checkpoint in the model's place."""
-    checkpoint = checkpoints_of(config)[number]
-    if checkpoint is None:
-        return config
-    model = config.model.model_copy(update={"checkpoint": checkpoint.path})
-    return config.model_copy(update={"model": model})
 
 
 def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
@@ -134,8 +107,8 @@ def queries_of(
     with errors_about_queries():
         # A measurement has no weight, whatever weights the training losses have.
         if wanted is not None and (own := wanted.own_data) is not None:
-            samples = run.other_samples(own.model_copy(update={"weight": None}), weighted=False)
-        reader = CheckedReader(samples, measurement.criterion, run.class_count(measurement.criterion))
+            samples = run.other_samples(own, weighted=False)
+        reader = run.reader_of(samples, measurement.criterion)
     if wanted is None:
         return reader, np.arange(len(samples))
     rows = _listed(wanted, samples)
@@ -199,7 +172,7 @@ def _table(
     known = {"id", "index"} | (set() if targets is None else {"target", "label"})
     if wanted.worst is not None or names - known:
         run = at_last()
-        reader = CheckedReader(samples, run.criterion, run.class_count(run.criterion))
+        reader = run.reader_of(samples)
         options = run.stream_options(lambda _: None)
         chosen = ChosenRows(reader, rows)
         examples = Examples(run.objective_of(samples), chosen, options, processes=processes)

@@ -15,17 +15,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from psgrad.commands.checkpoints import checkpoints_of, run_at, same_weights
 from psgrad.commands.completion import completed_for_influence
 from psgrad.commands.influence_inputs import (
-    checkpoints_of,
     contrasted_rows,
     errors_about_queries,
     first_run,
     queries_of,
-    run_at,
 )
 from psgrad.commands.run_manifest import identity, require_same_on_ranks
-from psgrad.commands.setup import Setup, same_weights
+from psgrad.commands.setup import Setup
 from psgrad.config import Config, MethodConfig, is_callable_spec
 from psgrad.data.measurements import Measurement, resolve_measurement
 from psgrad.data.reader import CheckedReader
@@ -171,8 +170,7 @@ def set_up_influence(config: Config, command: Run[Any]) -> InfluenceSetup:
         training = Examples(there.objective, there.reader, **shared)
         measured = _measured(there, measurement, reader)
         queries = Examples(measured, ChosenRows(reader, rows), **shared)
-        path = there.config.model.checkpoint
-        name = None if path is None else str(path)
+        name = None if there.checkpoint is None else str(there.checkpoint)
         views.append(CheckpointView(checkpoint, training, queries, name, there.loaded.sha256))
     asked = {
         "queries (their content)": reader.samples.content(),
@@ -207,12 +205,12 @@ def _require_another(views: list[CheckpointView], run: Setup) -> None:
     for view in views:
         own = view.training.objective.model.state_dict()
         if own.keys() == weights.keys() and all(torch.equal(own[name], weights[name]) for name in own):
-            raise same_weights(view.path, run.config.model.checkpoint, "influence.checkpoints")
+            raise same_weights(view.path, run.checkpoint, "influence.checkpoints")
 
 
 def _checkpoint(run: Setup, number: int, queries: int, say: Callable[[str], None]) -> Checkpoint:
     """What a method is told of a checkpoint. run: at it. queries: how many there are."""
-    listed, path = checkpoints_of(run.config), run.config.model.checkpoint
+    listed, path = checkpoints_of(run.config), run.checkpoint
     checkpoint = listed[number]
     return Checkpoint(
         number,

@@ -19,7 +19,8 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from psgrad.commands.setup import Setup, checkpoint_models, draws_at_random
+from psgrad.commands.checkpoints import checkpoint_models
+from psgrad.commands.setup import Setup
 from psgrad.config import Config, MeasureConfig
 from psgrad.config.plugin_names import OWN, plugin_names
 from psgrad.engine.execution.chunk_measure import Columns
@@ -312,7 +313,7 @@ def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
         for each in measures
         if each.needs_second_pass or each.name == "vog" or "moments" in each.needs
     ]
-    if twice and draws_at_random(run.first_output, run.model):
+    if twice and run.draws_at_random():
         raise MeasureError(
             f"{', '.join(twice)} {'asks' if len(twice) == 1 else 'ask'} for a sample's gradient more than"
             " once, and the model draws at random: each time it would be another gradient; expected a"

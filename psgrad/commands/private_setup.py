@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import nn
 
-from psgrad.commands.loaded_parts import Loaded, Trained, load
-from psgrad.commands.setup import Setup, setup_of
+from psgrad.commands.setup import Setup, Trained, load
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.loading import to_device
 from psgrad.engine.execution.ranks import Processes
@@ -113,7 +112,7 @@ def set_up_privately(
     inputs = to_device(loaded.samples.take([0]), loaded.device, loaded.dtype).inputs
     warm_up(loaded.model, lambda: loaded.forward(loaded.model, *stand_ins(inputs)[0]))
     unchanged = Unchanged(loaded.model, loaded.criterion.function)
-    run = setup_of(loaded, targets_later=privacy.on_error == "zero")
+    run = loaded.with_classes(targets_later=privacy.on_error == "zero")
     if unit is None or run.samples.units is None:
         records = Records.of_rows(len(run.samples))
     else:
@@ -148,7 +147,7 @@ def set_up_privately(
     return replace(setup, preflight=refuse(setup))
 
 
-def _require_public_classes(loaded: Loaded) -> None:
+def _require_public_classes(loaded: Setup) -> None:
     """Raises ConfigError where labels are numbered by the names that the records have."""
     if loaded.samples.names_found == "sorted":
         raise ConfigError(

@@ -131,11 +131,10 @@ def with_source(config: Config, source: Path | str) -> Config:
             hint="write both versions to files, and name one in data.path",
         )
     value: Any = str(source) if key == "dataset" and not Path(source).exists() else Path(source).absolute()
-    return config.model_copy(update={"data": config.data.model_copy(update={key: value})})
+    return config.changed("data", **{key: value})
 
 
 def read_before(setup: InfluenceSetup, config: Config) -> CheckedReader:
     """Reads the training data before the change."""
     with errors_about("the data before the change"):
-        samples = setup.run.other_samples(config.data)
-        return CheckedReader(samples, setup.run.criterion, setup.run.class_count(setup.run.criterion))
+        return setup.run.reader_of(setup.run.other_samples(config.data))

@@ -56,8 +56,7 @@ def query_sets(setup: InfluenceSetup) -> Sets:
         queries = config.influence.queries
         assert queries is not None  # see `review`
         assert queries.own_data is not None
-        data = queries.own_data.model_copy(update={"weight": None})
-        units = setup.run.other_samples(data, config.review.group, weighted=False).units
+        units = setup.run.other_samples(queries.own_data, config.review.group, weighted=False).units
         assert units is not None
         sets += [
             ("group", str(name), units[rows] == name) for name in np.unique(units[rows]).tolist()[:_SETS]

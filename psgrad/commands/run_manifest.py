@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from psgrad import __version__
-from psgrad.commands.setup import Setup, checkpoints_sha256
+from psgrad.commands.checkpoints import checkpoints_sha256
+from psgrad.commands.setup import Setup
 from psgrad.config import Config
 from psgrad.data.sources.files import hashes_of_files
 from psgrad.engine.execution.ranks import Processes

@@ -1,55 +1,109 @@
-"""The parts of a run: what its config names, the function that is differentiated, the reader of its rows, and
-the engine's stream over them; the same at other checkpoints of a training run, each of which is known to be
-there and to fit the model before any work, and loaded when asked for.
+"""What a config names, loaded and made ready: the model and where its weights live, the loss, the samples and
+the reader of their rows, the function that is differentiated, and the engine's stream over the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from psgrad import random_state
-from psgrad.commands.loaded_parts import Loaded, Trained, load
-from psgrad.config import Config
+from psgrad.commands.class_names import (
+    require_loss_of_the_head,
+    require_names_of_outputs,
+    require_one_numbering,
+)
+from psgrad.commands.weight_placement import WeightPlacement, pick_device, pick_precision, weight_placement_of
+from psgrad.config import Config, DataConfig
 from psgrad.data.derived import DrawnSamples, drawn_rows
+from psgrad.data.loss import Criterion, resolve_loss
 from psgrad.data.reader import CheckedReader
 from psgrad.data.rows import Samples
+from psgrad.data.sources.load import load_data
 from psgrad.engine.execution.buckets import ModelSize, padding_is_masked
 from psgrad.engine.execution.chunk_replay import ReplayCounts
 from psgrad.engine.execution.loading import Rows, to_device
-from psgrad.engine.execution.objective import Objective
-from psgrad.engine.execution.ranks import Processes, spread_rows
+from psgrad.engine.execution.memory import give_freed_memory_back
+from psgrad.engine.execution.objective import Forward, Objective
+from psgrad.engine.execution.placement import place
+from psgrad.engine.execution.ranks import OneProcess, Processes, spread_rows
+from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.self_check import SelfCheck, self_check
 from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.measures.builtin.outputs import summary_for
-from psgrad.engine.measures.measure import CheckpointModel
-from psgrad.errors import CheckpointError, ConfigError
-from psgrad.models.checkpoint_files import require_checkpoint
-from psgrad.models.factory import checkpoint_hash
+from psgrad.errors import ConfigError
+from psgrad.models.factory import LoadedModel, load_model
+from psgrad.models.model_folders import automatic_precision
 from psgrad.models.model_identity import identify
+from psgrad.run.identity import ModelIdentity, hashes_of
 from psgrad.wording import first_of
 
 Loss = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Setup(Loaded):
-    """The parts of a run: what the config names, with the function that is differentiated and the reader of
-    the rows.
+class Trained:
+    """The parameters that are differentiated.
+
+    patterns: of their names; None for those that the factory left trainable. key: the config's name for the
+    patterns.
+    """
+
+    patterns: Sequence[str] | None
+    key: str
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a config names, and what is made of it.
 
     Attributes:
+        trained: the parameters that are differentiated.
+        checkpoint: the one that this setup is at, where there is one.
+        dtype, autocast: see `pick_precision`.
+        loaded: the model as its factory and checkpoint gave it, and where it came from.
+        identity: the hashes of that model.
+        model: the same on the device, as `place` puts it there.
+        placement: where its weights live.
+        recompute: whether its repeated modules run again in the backward pass; None for never.
+        objective: the function that is differentiated; its `forward` calls the model on a batch of samples.
+        reader: of the rows. It knows how many classes there are once a row went through the model.
         counts: of the chunks of all streams of the run, at all checkpoints.
     """
 
+    config: Config
+    trained: Trained
+    checkpoint: Path | None
+    device: torch.device
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    loaded: LoadedModel
+    identity: ModelIdentity
+    criterion: Criterion
+    samples: Samples
+    model: nn.Module
+    placement: WeightPlacement
+    recompute: Recompute | None
     objective: Objective
     reader: CheckedReader
     counts: ReplayCounts = field(default_factory=ReplayCounts)
+
+    @property
+    def forward(self) -> Forward:
+        """How the model is called on a batch of the samples."""
+        return self.objective.forward
+
+    @property
+    def supply(self) -> Supply | None:
+        """What brings offloaded weights to the device; None where all are there."""
+        return self.placement.supply
 
     def with_drawn_rows(self, count: int, seed: int) -> Setup:
         """This setup on `count` rows of the dataset, drawn at random."""
@@ -70,26 +124,100 @@ class Setup(Loaded):
         lengths = self.criterion.kind == "token"
         return self.with_reader(with_digests=described, with_lengths=lengths, with_unreadable=True)
 
-    def at_checkpoint(self, path: Path) -> Setup:
-        """This setup with the weights of another checkpoint. Raises CheckpointError for the checkpoint of a
-        model with other parameters.
+    def with_classes(self, targets_later: bool = False) -> Setup:
+        """This setup when the first row went through the model, for the number of classes. targets_later: as
+        for the reader.
         """
-        loaded, section = self.model_at(path), self.config.model.model_copy(update={"checkpoint": path})
-        model = self.placed(loaded.model)
-        objective = self.objective.with_model(model)
-        ours, theirs = (
-            {name: tuple(value.shape) for name, value in each.params.items()}
-            for each in (self.objective, objective)
-        )
-        odd = sorted({name for name, _ in ours.items() ^ theirs.items()})
-        if odd:
-            raise CheckpointError(
-                f"the model of the checkpoint {path} has other parameters than the config's model:"
-                f" {first_of(odd, 1)}; expected checkpoints of one training run",
-                hint="a folder of another model, or an adapter where the config has none",
+        classes = self.class_count(self.criterion)
+        self.require_names_of_outputs(classes)
+        reader = CheckedReader(self.samples, self.criterion, classes, targets_later=targets_later)
+        _check_padding(self, classes)
+        return replace(self, reader=reader)
+
+    def model_at(self, checkpoint: Path) -> LoadedModel:
+        """The model with the weights of another checkpoint, with the same parameters trained; on no device
+        yet.
+        """
+        section, trained = self.config.model.model_copy(update={"checkpoint": checkpoint}), self.trained
+        in_files = self.supply is not None
+        return load_model(section, self.config.base, trained.patterns, trained.key, in_files=in_files)
+
+    def hashes(self, specs: Iterable[str | None] = ()) -> dict[str, Any]:
+        """The hashes of the model and of all code, that of `specs` included; see `hashes_of`."""
+        return hashes_of(self.config, self.identity, self.samples.sources, specs)
+
+    def class_count(self, criterion: Criterion) -> int | None:
+        """The size of the output's class axis, by the first row; None where that differs from row to row, the
+        loss has no classes, or the model fails (reported later).
+        """
+        if criterion.kind not in ("class", "token"):
+            return None
+        shape = self._shape_of_output()
+        return None if len(shape) < 2 else shape[-1 if criterion.kind == "token" else 1]
+
+    def require_names_of_outputs(self, classes: int | None) -> None:
+        """Raises ConfigError or DataError where the classes have names, and not as many as the model has
+        outputs. classes: as the loss counts them; of a loss of the user's own the model's output tells it,
+        where that is one vector a row.
+        """
+        custom = self.criterion.kind == "custom"
+        if custom and self.config.data.class_names is not None:
+            shape = self._shape_of_output()
+            classes = shape[1] if len(shape) == 2 else None
+            if not self.samples.names_found and classes != len(self.config.data.class_names):
+                return  # a loss of one's own may read the output as it likes
+        require_names_of_outputs(self.config, self.samples, classes, custom)
+
+    def _shape_of_output(self) -> tuple[int, ...]:
+        """The shape of the model's output for the first row; empty where the model fails, which is reported
+        later, or where its output is no tensor.
+        """
+        try:
+            output = self.first_output()
+        except Exception:
+            return ()
+        return tuple(output.shape) if isinstance(output, torch.Tensor) else ()
+
+    def reader_of(self, samples: Samples, criterion: Criterion | None = None) -> CheckedReader:
+        """A reader of another dataset, for another criterion where one is given."""
+        criterion = self.criterion if criterion is None else criterion
+        return CheckedReader(samples, criterion, self.class_count(criterion))
+
+    def other_samples(
+        self, data: DataConfig, unit: str | None = None, weighted: bool | None = None
+    ) -> Samples:
+        """Another dataset for the same model and loss: labels by name mean the same as in the run's own.
+
+        weighted: whether its losses are to have weights; None for as the run's own have.
+        """
+        names = self.config.data.class_names
+        if data.class_names is not None and names not in (None, data.class_names):
+            raise ConfigError(
+                f"class_names of {data.source} are {first_of(data.class_names, 20)}, and those of"
+                f" {self.config.data.source} {first_of(names or [], 20)}; expected one order of the"
+                " classes, that of the model's outputs",
             )
-        config = self.config.model_copy(update={"model": section})
-        return replace(self, config=config, loaded=loaded, model=model, objective=objective)
+        if names is not None:
+            data = data.model_copy(update={"class_names": names})
+        found = samples_of(data, self.config, self.loaded, self.criterion, unit)
+        require_one_numbering(names, self.config.data.source, found, data.source)
+        if found.ragged is not None and self.samples.ragged is not None:
+            found.ragged = replace(found.ragged, masked=self.samples.ragged.masked)
+        if found.weighted != (self.samples.weighted if weighted is None else weighted):
+            raise ConfigError(
+                f"only one of {self.config.data.source} and {data.source} has weights; expected a column"
+                " data.weight in both, or in neither",
+            )
+        return found
+
+    def first_output(self) -> Any:
+        """The model's output for the first row as a batch of one, without psgrad's transforms."""
+        inputs = self.samples.take([0]).inputs
+        with torch.no_grad():
+            return self.forward(
+                self.model,
+                *[x.to(self.device, self.dtype if x.is_floating_point() else None) for x in inputs],
+            )
 
     @property
     def randomness(self) -> str:
@@ -128,35 +256,114 @@ class Setup(Loaded):
             "say": say,
         }
 
+    def draws_at_random(self) -> bool:
+        """Whether the model draws random numbers: then a plain gradient checks nothing, as it draws anew."""
+        if not self.model.training:
+            return False  # psgrad's own pass refuses random operators there
+        before = random_state.all_states()
+        try:
+            self.first_output()
+        except Exception:
+            return False
+        return random_state.all_states() != before
+
     def self_check(self, stream: Stream) -> SelfCheck | None:
         """How far our gradients are from plain ones, on a few rows; None where the model draws at random, and
         can't be asked twice.
         """
-        if draws_at_random(self.first_output, self.model):
+        if self.draws_at_random():
             return None
         return self_check(self.objective, stream, len(self.samples), self.config.engine.verify)
 
 
-def set_up(config: Config, processes: Processes | None = None) -> Setup:
-    """Load all that a config names, and make the parts of a run of it; see `load`."""
-    trained = Trained(config.analyze.trainable, "analyze.trainable")
-    return setup_of(load(config, trained=trained, processes=processes))
-
-
-def setup_of(parts: Loaded, targets_later: bool = False) -> Setup:
-    """The parts of a run of what was loaded. The first row goes through the model, for the number of
-    classes. targets_later: as for the reader.
+def set_up(config: Config, trained: Trained | None = None, processes: Processes | None = None) -> Setup:
+    """Load all that a config names, and let the first row through the model. trained: the parameters that are
+    differentiated, those of `analyze` where it is left out. Raises PsgradError as `load` does.
     """
-    criterion = parts.criterion
-    summary = summary_for(criterion.kind, criterion.ignore_index)
-    objective = Objective(
-        parts.model, criterion.function, summary, forward=parts.forward, autocast=parts.autocast
+    trained = trained or Trained(config.analyze.trainable, "analyze.trainable")
+    return load(config, trained=trained, processes=processes).with_classes()
+
+
+def load(
+    config: Config,
+    *,
+    trained: Trained,
+    unit: str | None = None,
+    updates: bool = False,
+    processes: Processes | None = None,
+) -> Setup:
+    """Load all that a config names; no row goes through the model yet. All processes of a run do so together,
+    once.
+
+    Args:
+        trained: the parameters that are differentiated.
+        unit: the column of the data that says whom each row belongs to.
+        updates: whether the run writes to the parameters that are trained.
+        processes: those that run it; None for this one alone.
+
+    Raises PsgradError for everything that can be wrong with the config, the model or the data.
+    """
+    device = pick_device(config.engine.device)
+    processes = OneProcess() if processes is None else processes
+    placement = weight_placement_of(config, device, processes)
+    if placement.where != "resident" and device.type == "cpu":
+        give_freed_memory_back()  # before the first tensor is made
+    loaded = load_model(
+        config.model,
+        config.base,
+        trained.patterns,
+        trained.key,
+        in_files=placement.where != "resident",
     )
-    classes = parts.class_count(criterion)
-    parts.require_names_of_outputs(classes)
-    reader = CheckedReader(parts.samples, criterion, classes, targets_later=targets_later)
-    _check_padding(parts, objective)
-    return Setup(**vars(parts), objective=objective, reader=reader)
+    if config.engine.dtype == "auto":  # what is kept of the run names the precision that this is
+        found = "float32" if loaded.pretrained is None else automatic_precision(loaded.pretrained.precision)
+        config = config.changed("engine", dtype=found)
+    dtype, autocast = pick_precision(config.engine.dtype)
+    identity = identify(loaded.model)  # now: placing converts tensors
+    placement = placement.supplied(device)
+    model = place(loaded.model, device, dtype, config.model.dtype, placement.supply, trained_too=not updates)
+    placement.require_memory(model)
+    engine, recompute = config.engine, None
+    if engine.recompute != "none":
+        recompute = Recompute(engine.recompute == "blocks" or placement.supply is not None)
+        recompute.add(model)
+    criterion = resolve_loss(config.loss, config.base)
+    require_loss_of_the_head(loaded, criterion)
+    samples = samples_of(config.data, config, loaded, criterion, unit)
+    if config.data.class_names is None and samples.class_names is not None:
+        config = config.changed("data", class_names=list(samples.class_names))
+    summary = summary_for(criterion.kind, criterion.ignore_index)
+    forward = Forward(samples.keywords, loaded.pick, samples.weighted)
+    return Setup(
+        config=config,
+        trained=trained,
+        checkpoint=config.model.checkpoint,
+        device=device,
+        dtype=dtype,
+        autocast=autocast,
+        loaded=loaded,
+        identity=identity,
+        criterion=criterion,
+        samples=samples,
+        model=model,
+        placement=placement,
+        recompute=recompute,
+        objective=Objective(model, criterion.function, summary, forward=forward, autocast=autocast),
+        reader=CheckedReader(samples, criterion, None, targets_later=True),
+    )
+
+
+def samples_of(
+    data: DataConfig,
+    config: Config,
+    loaded: LoadedModel,
+    criterion: Criterion,
+    unit: str | None = None,
+) -> Samples:
+    """The dataset as `load_data` has it for a config's model and loss."""
+    # timm's facts about the images that its model was trained on.
+    images = getattr(loaded.model, "pretrained_cfg", None)
+    return load_data(data, config.base, unit, loaded.pretrained, criterion=criterion, trained_on=images)
 
 
 # Rows of which the shortest are compared with themselves padded.
@@ -164,72 +371,15 @@ _ROWS_CHECKED = 16
 PADDING_NOTE = "padding changes this model's loss: only rows of equal length are computed together"
 
 
-def _check_padding(parts: Loaded, objective: Objective) -> None:
+def _check_padding(setup: Setup, classes: int | None) -> None:
     """Have rows that differ in length computed apart, with a note, where the model reads padding."""
-    samples = parts.samples
-    if samples.ragged is None or not samples.ragged.masked or parts.model.training:
+    samples, objective = setup.samples, setup.objective
+    if samples.ragged is None or not samples.ragged.masked or setup.model.training:
         return
-    reader = CheckedReader(samples, parts.criterion, parts.class_count(parts.criterion))
+    reader = CheckedReader(samples, setup.criterion, classes)
     block = reader.take(np.array(spread_rows(len(samples), _ROWS_CHECKED)))
-    on_device = to_device(block, parts.device, parts.dtype)
-    halves = parts.autocast is not None
+    on_device = to_device(block, setup.device, setup.dtype)
+    halves = setup.autocast is not None
     if not padding_is_masked(objective.loss, objective.params, on_device, halves=halves):
         samples.ragged = replace(samples.ragged, masked=False)
         samples.notes = (*samples.notes, PADDING_NOTE)
-
-
-def draws_at_random(first_output: Callable[[], Any], model: nn.Module) -> bool:
-    """Whether the model draws random numbers: then a plain gradient can check nothing, as it draws anew."""
-    if not model.training:
-        return False  # psgrad's own pass refuses random operators there
-    before = random_state.all_states()
-    try:
-        first_output()
-    except Exception:
-        return False
-    return random_state.all_states() != before
-
-
-# -- checkpoints ---------------------------------------------------------------------------------------------
-
-
-def checkpoint_models(run: Setup) -> list[CheckpointModel]:
-    """The checkpoints of `analyze.checkpoints`, named as in the config; one at a time is in memory.
-
-    Raises ConfigError for a file that is not there and for the same weights twice, CheckpointError for a file
-    that can't be read or does not fit the model.
-    """
-    paths, base = run.config.analyze.checkpoints or [], run.config.base
-    for path in paths:  # all of them, before the first is read
-        require_checkpoint(base / path)
-    met: dict[str, Path] = {}
-    for path in paths:
-        weights = identify(run.model_at(path).model).weights_sha256
-        if weights in met:
-            raise same_weights(met[weights], path, "analyze.checkpoints")
-        met[weights] = path
-    return [CheckpointModel(str(path), partial(_objective, run, path)) for path in paths]
-
-
-def _objective(run: Setup, path: Path) -> Objective:
-    return run.at_checkpoint(path).objective.with_summary(None)
-
-
-def same_weights(first: object, second: object, key: str) -> ConfigError:
-    """What is said of two checkpoints of the config's `key` with equal weights. Files are not compared, as
-    torch.save writes a file's name into it.
-    """
-    return ConfigError(
-        f"the checkpoints {first} and {second} hold the same weights; expected each checkpoint once",
-        hint=(
-            "one file under two names, or a training run that did not train in between; leave one of"
-            f" them out of {key}; it would count double"
-        ),
-    )
-
-
-def checkpoints_sha256(run: Setup) -> dict[str, str]:
-    """The hash of each checkpoint's file, by its name in the config."""
-    return {
-        str(path): checkpoint_hash(run.config.base / path) for path in run.config.analyze.checkpoints or []
-    }

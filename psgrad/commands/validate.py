@@ -86,7 +86,7 @@ def _look_at(config: Config, found: Validation, say: SayText) -> None:
     queries = config.influence.queries
     if queries is not None and queries.own_data is not None:
         with errors_about("influence.queries"):
-            run.other_samples(queries.own_data.model_copy(update={"weight": None}), weighted=False)
+            run.other_samples(queries.own_data, weighted=False)
     columns = _few_rows(run, say)
     found.facts["losses"] = _loss_words(columns["loss"])
     names = run.config.data.class_names

@@ -1,7 +1,10 @@
-"""Where a run's weights live: on the device, or where they are stored, from where operators bring them in."""
+"""Where a run computes and in which precision; and where its weights live: on the device, or where they are
+stored, from where operators bring them in.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,6 +25,36 @@ from psgrad.reports.words import amount
 # Weights live on the device if they take at most the memory divided by this. Otherwise those that are moved
 # there for a chunk may take the same share of what is left for them and the chunk.
 SHARE = 2
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a config; 'auto' is a GPU if there is one. One of several processes on a machine takes
+    the GPU of its own number (LOCAL_RANK, as torchrun sets it).
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{int(os.environ['LOCAL_RANK']) % max(1, torch.cuda.device_count())}"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"engine.device: {name!r} can't be used: {str(error).splitlines()[0]}; expected auto, cpu,"
+            " cuda or cuda:N",
+            hint="set engine.device: auto, or install a PyTorch build for this device",
+        ) from error
+    return device
+
+
+def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
+    """(the type of parameters and inputs, the type that autocast computes in) of a config's dtype; None
+    without autocast.
+
+    What is differentiated of a checkpoint in half precision is float32, which holds its numbers exactly.
+    """
+    kind: torch.dtype = getattr(torch, name)
+    return (torch.float32, kind) if kind.itemsize == 2 else (kind, None)
 
 
 @dataclass(frozen=True)

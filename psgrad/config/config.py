@@ -194,6 +194,10 @@ class Config(ConfigSection):
         """Takes `base` from the context: `Config.model_validate(content, context={"base": folder})`."""
         self._base = (context or {}).get("base", Path())
 
+    def changed(self, section: str, **values: Any) -> Config:
+        """This config with other values, which are known to be valid, in one section."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     def output_of(self, kind: str) -> Path:
         """Where an evaluation or an audit is written by default: beside the run's folder."""
         return self.output.with_name(f"{self.output.name}-{kind}")

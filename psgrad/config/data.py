@@ -311,7 +311,7 @@ class QueriesConfig(DataConfig):
 
     @property
     def own_data(self) -> DataConfig | None:
-        """The queries' own dataset; None where they are rows of the training data."""
+        """The queries' own dataset, without weights; None where they are rows of the training data."""
         if not self.sources_given:
             return None
-        return DataConfig.model_validate(self.model_dump(exclude=set(_CHOICES), exclude_unset=True))
+        return DataConfig.model_validate(self.model_dump(exclude={*_CHOICES, "weight"}, exclude_unset=True))

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from torch import nn
 
-import psgrad.commands.setup as moments
+import psgrad.commands.checkpoints as moments
 from tests.workplace import Workplace
 
 MEASURES = ["trajectory", "grand", "el2n_over_checkpoints", "forgetting", "vog"]

@@ -73,7 +73,7 @@ class Sequences(Samples):
 @pytest.fixture
 def samples(monkeypatch: pytest.MonkeyPatch) -> Sequences:
     found = Sequences()
-    monkeypatch.setattr("psgrad.commands.loaded_parts.load_data", lambda *_, **__: found)
+    monkeypatch.setattr("psgrad.commands.setup.load_data", lambda *_, **__: found)
     return found
 
 

@@ -9,8 +9,7 @@ import torch
 import yaml
 
 from psgrad.commands import weight_placement
-from psgrad.commands.loaded_parts import pick_device
-from psgrad.commands.weight_placement import weight_placement_of
+from psgrad.commands.weight_placement import pick_device, weight_placement_of
 from psgrad.config import load_config
 from psgrad.engine.execution.ranks import OneProcess
 from tests.workplace import Workplace
