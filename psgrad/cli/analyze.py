@@ -21,7 +21,7 @@ from psgrad.cli.options import (
     require_alone,
 )
 from psgrad.cli.processes import ProcessesOption, require_free, require_one, shared_run
-from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
+from psgrad.cli.progress import ProgressOption, ProgressStyle
 from psgrad.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -101,20 +101,12 @@ def analyze(
         require_alone("--part", {"--processes": processes > 1, "--overwrite": overwrite})
         require_one("analyze --part")
     resolved = read_config(config, settings, output)
-    style = ProgressStyle.none if quiet else shown
-    if part is not None:
-        number, count = part_of(part)
-        from psgrad.commands.parts import measure_part
-
-        with progress_display(style) as progress:
-            folder = measure_part(resolved, number, count, limit=limit, sample=sample, progress=progress)
-        typer.echo(str(folder))
-        return
-    if not resume:
+    which = None if part is None else part_of(part)
+    if not resume and which is None:
         require_free(resolved.output, overwrite)
     from psgrad.commands.analyze import analyze as run_analyze
 
-    with shared_run(processes, style, resolved) as (group, progress):
+    with shared_run(processes, ProgressStyle.none if quiet else shown, resolved) as (group, progress):
         result = run_analyze(
             resolved,
             overwrite=overwrite,
@@ -122,12 +114,14 @@ def analyze(
             limit=limit,
             sample=sample,
             report=report,
+            part=which,
             progress=progress,
             processes=group,
         )
-    if result is None:  # on all ranks but the first
-        return
-    show_result(result, resolved.analyze.top, check, as_json, quiet)
+    if result is not None:  # on the first rank
+        show_result(result, resolved.analyze.top, check, as_json, quiet)
+    elif which is not None:
+        typer.echo(str(resolved.output))
 
 
 def show_result(result: AnalyzeResult, top: int, check: bool, as_json: bool, quiet: bool) -> None:

@@ -46,7 +46,7 @@ def merge(
         typer.echo(index_summary(finished), err=True)
         typer.echo(str(finished.folder))
         return
-    from psgrad.commands.parts import merge as run_merge
+    from psgrad.commands.merge import merge as run_merge
 
     with progress_display(ProgressStyle.none if quiet else shown) as progress:
         result = run_merge(output, report=report, progress=progress)

@@ -15,17 +15,18 @@ import numpy as np
 import pandas as pd
 import torch
 
-from psgrad.commands.analyze_tables import About, Content, StoredPass, split_columns
+from psgrad.commands.analyze_tables import About, StoredPass, about_rows, content_of_made, split_columns
 from psgrad.commands.measure_setup import joined_columns
+from psgrad.commands.setup import Setup
 from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.ranks import Processes, in_chunks
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.passes import second_pass
 from psgrad.errors import DistributedError, MeasureError
-from psgrad.run import RunFolder
 from psgrad.run.progress import without_interrupts
-from psgrad.run.results import Progress, ShowProgress
+from psgrad.run.results import Progress
+from psgrad.run.run import Run
 from psgrad.run.shards import FinishedShards, Shards
 
 # Finished rows are made durable this often: what a crash or a full disk can cost.
@@ -49,28 +50,20 @@ class Measured:
     rows: Arrays
 
 
-@dataclass
 class Passes:
-    """The passes of one run over the samples.
-
-    Attributes:
-        setting: of the measures, which are prepared by now.
-        measures: all of them, those that others need before them.
-        about: see About.
-        folder: where finished rows go; all processes see it.
-        processes: those that share the rows.
-        identity: a hash of the run's identity: shards of another one are refused.
-        content: a hash of some rows, where code makes them, which may make others in another process.
+    """The passes of a run over the samples. setting: of the measures, which are prepared by now; those that
+    others need stand before them. All processes that share the run see its folder, which is there by then.
     """
 
-    setting: Setting
-    measures: Sequence[Measure]
-    about: About
-    folder: RunFolder
-    say: ShowProgress
-    processes: Processes
-    identity: str
-    content: Content | None = None
+    def __init__(
+        self, setup: Setup, setting: Setting, measures: Sequence[Measure], run: Run[Processes]
+    ) -> None:
+        self.setting, self.measures, self._run = setting, measures, run
+        self._about, self._content = about_rows(setup), content_of_made(setup.samples)
+
+    @property
+    def processes(self) -> Processes:
+        return self._run.processes
 
     @property
     def stream(self) -> Stream:
@@ -90,7 +83,7 @@ class Passes:
         names = [(_FIRST, "the first pass")]
         mine = self._my_rows(_FIRST, in_chunks(self._missing(_FIRST), self.stream.chunk_size))
         self._require_same_rows(mine)
-        self._run_pass(shards, mine, run, self.measures, self.about)
+        self._run_pass(shards, mine, run, self.measures, self._about)
         if again and self._waits_for_parts(again):
             again = []
         else:
@@ -129,7 +122,7 @@ class Passes:
                 " samples of other parts are missing; run this part again when all parts have come to their"
                 " end"
             )
-            self.say(Progress(0, 0, _FIRST, message))
+            self._run.progress(Progress(0, 0, _FIRST, message))
         return bool(missing)
 
     def _gathered(self, passes: Sequence[tuple[str, str]]) -> Measured:
@@ -151,7 +144,8 @@ class Passes:
 
     def _stored(self, name: str) -> StoredPass:
         """What all processes have stored of a pass."""
-        return StoredPass(self.folder, name, self.identity, len(self.setting))
+        folder = self._run.folder
+        return StoredPass(folder, name, str(folder.manifest().get("run")), len(self.setting))
 
     def _missing(self, name: str) -> list[range]:
         """The rows of a pass that are still to be computed, as the first process finds them."""
@@ -194,7 +188,7 @@ class Passes:
         def show(rows: int) -> None:
             nonlocal left
             left -= rows
-            self.say(Progress(total - left, total, shards.name))
+            self._run.progress(Progress(total - left, total, shards.name))
 
         show(0)
         for rows in mine:
@@ -237,12 +231,12 @@ class Passes:
 
     def _require_same_rows(self, mine: Sequence[range]) -> None:
         """Raises DistributedError where code makes other rows in a process than in the first one."""
-        if self.content is None or self.processes.size == 1:
+        if self._content is None or self.processes.size == 1:
             return
-        own = [[rows.start, rows.stop, self.content(rows)] for rows in mine]
+        own = [[rows.start, rows.stop, self._content(rows)] for rows in mine]
         for rank, text in enumerate(self.processes.texts("rows of the first pass", json.dumps(own))):
             for start, stop, content in json.loads(text) if self.processes.leads else ():
-                if self.content(range(start, stop)) != content:
+                if self._content(range(start, stop)) != content:
                     raise DistributedError(
                         f"rank {rank} has other rows than rank 0: among the rows {start:,} to {stop - 1:,}",
                         hint=(

@@ -9,7 +9,9 @@ import platform
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,12 @@ from psgrad import __version__
 from psgrad.commands.checkpoints import checkpoints_sha256
 from psgrad.commands.setup import Setup
 from psgrad.config import Config
+from psgrad.data.derived import DrawnSamples
 from psgrad.data.sources.files import hashes_of_files
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.gradients.machine import device_name
-from psgrad.errors import ConfigError, DistributedError
+from psgrad.errors import ConfigError, DistributedError, OutputError, OutputExistsError
 from psgrad.run.folders import RunFolder, manifest_of
 from psgrad.run.identity import differences, lines_of, require_same, settings_of
 from psgrad.run.results.manifest import DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
@@ -36,6 +39,8 @@ NUMBER_OF_PARTS = "number of parts"
 # The keys of analyze that decide which of the finished rows are outliers.
 _OF_VERDICT = ("outliers", "review_fraction", "probabilities")
 _SHOWN = 4
+# A part that begins makes the folder within this time, and others wait for it.
+_SECONDS_TO_MAKE_FOLDER = 60.0
 
 
 def command_line() -> str | None:
@@ -111,12 +116,14 @@ def describe_run(
     )
 
 
-def identity(run: Setup, count: int, *, all_rows: bool = True) -> dict[str, Any]:
+def identity(run: Setup, count: int, *, parts: int | None = None, all_rows: bool = True) -> dict[str, Any]:
     """All that the columns of a run's rows depend on, as plain values: dotted name -> value. If one differs,
     it is another run. A checkpoint that is saved again with the same weights is the same.
 
-    all_rows: whether rows that code makes are all read for it; else only what is known of them without.
+    parts: of how many the run is made, where it is one in parts. all_rows: whether rows that code makes are
+    all read for it; else only what is known of them without.
     """
+    drawn = {"rows are drawn at random": True} if isinstance(run.samples, DrawnSamples) else {}
     return {
         **settings_of(run.config),
         "rows": count,
@@ -125,6 +132,8 @@ def identity(run: Setup, count: int, *, all_rows: bool = True) -> dict[str, Any]
         **lines_of(run.hashes(measure_specs(run.config))),
         "the device that computes": run.device.type,
         "versions": {"psgrad": __version__, "torch": torch.__version__},
+        **drawn,
+        **({} if parts is None else {NUMBER_OF_PARTS: parts}),
     }
 
 
@@ -157,6 +166,46 @@ def reopen(path: Path, now: dict[str, Any], *, alone: bool = True) -> RunFolder 
         hint="put back what changed; or begin anew with --overwrite, or another --output",
     )
     return RunFolder.reopen(path) if alone else RunFolder(path)
+
+
+def folder_of_parts(path: Path, manifest: RunManifest) -> RunFolder:
+    """The folder of a run, which the first of its parts makes. No other process can replace the run while
+    this one has it.
+
+    manifest: at the run's beginning. Raises ConfigError for the folder of another run, OutputExistsError for
+    one of no run, or of a run that is merged, and OutputError.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+        path.mkdir(0o700)
+    except FileExistsError:
+        return _made_by_another(path, manifest)
+    except OSError as error:
+        raise OutputError(f"the output folder {path} can't be made: {error.strerror or error}") from error
+    folder = RunFolder.create(path)
+    folder.write_manifest(replace(manifest, state="running").content())
+    return folder
+
+
+def _made_by_another(path: Path, manifest: RunManifest) -> RunFolder:
+    """The folder that another part has made, or makes now."""
+    end = time.monotonic() + _SECONDS_TO_MAKE_FOLDER
+    while (folder := reopen(path, manifest.identity or {}, alone=False)) is None:
+        if time.monotonic() > end:
+            raise OutputExistsError(
+                f"the output folder {path} exists, and holds no run; expected a new or empty folder, or"
+                " that of other parts of this run",
+                hint="choose another --output",
+            )
+        time.sleep(0.2)
+    if folder.finished:
+        raise OutputExistsError(
+            f"the parts in {folder.path} are merged already", hint="choose another --output for a new run"
+        )
+    folder.hold()
+    return folder
 
 
 def require_judged_alike(path: Path, manifest: RunManifest, config: Config) -> None:
