@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from psgrad.commands.audit_neighbours import audited_pairs, audited_state, contributions
-from psgrad.commands.private_ranks import agree, follow, leading
-from psgrad.commands.private_resume import private_hashes
+from psgrad.commands.private_agreement import agree, follow, leading, private_hashes
 from psgrad.commands.private_setup import (
     PrivateSetup,
     noise_multiplier,

@@ -9,9 +9,11 @@ from typing import Literal
 from uuid import uuid4
 
 from psgrad.commands.dp_budget import budget_of, require_same_budget
-from psgrad.commands.private_ranks import agree, follow, leading
-from psgrad.commands.private_resume import (
+from psgrad.commands.private_agreement import (
+    agree,
+    follow,
     last_snapshot,
+    leading,
     opened_ledger,
     private_hashes,
     require_known_form,

@@ -227,11 +227,14 @@ def require_judged_alike(path: Path, manifest: RunManifest, config: Config) -> N
     )
 
 
-def require_same_on_ranks(what: str, found: Mapping[str, Any], processes: Processes) -> None:
+def require_same_on_ranks(
+    what: str, found: Mapping[str, Any], processes: Processes, *, show: bool = True
+) -> None:
     """Raises DistributedError on a rank that has loaded something else than rank 0; the others end with its
     error where they next wait for it.
 
-    what: a name for the comparison. found: in words -> plain value, of this rank.
+    what: a name for the comparison. found: in words -> plain value, of this rank. show: whether the message
+    may show the values; False for what is private.
     """
     if processes.size == 1:
         return
@@ -244,9 +247,12 @@ def require_same_on_ranks(what: str, found: Mapping[str, Any], processes: Proces
         for name, first, here in others[:_SHOWN]
     ]
     more = f"\n  and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    words = f"something else than rank 0:{''.join(lines)}{more}"
+    if not show:
+        words = f"another {' and another '.join(name for name, _, _ in others)} than rank 0"
     raise DistributedError(
-        f"rank {processes.rank} on {socket.gethostname()} has loaded something else than rank"
-        f" 0:{''.join(lines)}{more}; expected the same config, files, code and versions in all processes",
+        f"rank {processes.rank} on {socket.gethostname()} has loaded {words}; expected the same config,"
+        " files, code and versions in all processes",
         hint=(
             "machines with copies of their own, a file that was changed in between, or a model or"
             " dataset that draws at random when it is made; give all processes the same files, or save"

@@ -21,7 +21,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from psgrad.commands import private_ranks, private_steps
+from psgrad.commands import private_agreement, private_steps
 from psgrad.engine.execution import process_group
 from psgrad.engine.execution.process_group import RankGroup
 from psgrad.engine.privacy import rank_steps
@@ -328,7 +328,7 @@ MOMENTS = {
     "rank 1 before its share": (1, rank_steps, "summed_share", 2, False, 1),
     "rank 1 after its share": (1, rank_steps, "summed_share", 2, True, 1),
     "rank 1 while it sends its share": (1, process_group.dist, "send", 18, True, 1),
-    "rank 1 while it loads": (1, private_ranks, "private_hashes", 1, False, 0),
+    "rank 1 while it loads": (1, private_agreement, "private_hashes", 1, False, 0),
 }
 BY_DEFAULT = {"rank 0 before the ledger", "rank 0 after the ledger", "rank 1 while it sends its share"}
 
