@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from psgrad.commands.class_names import errors_about
-from psgrad.commands.setup import Setup, Trained, set_up
+from psgrad.commands.setup import Setup, set_up
 from psgrad.config import Config, QueriesConfig, is_callable_spec, nearest
 from psgrad.config.values import names_in_condition
 from psgrad.data.measurements import Measurement
@@ -21,7 +22,7 @@ from psgrad.data.reader import CheckedReader
 from psgrad.data.rows import Samples
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import ChosenRows
-from psgrad.engine.execution.ranks import Processes
+from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.errors import ConfigError
 from psgrad.models.factory import load_model
 from psgrad.run.results.analyze import rows_where
@@ -33,8 +34,7 @@ def first_run(config: Config, processes: Processes) -> Setup:
     """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
     random, and for what is not computed for losses with weights, or for groups of rows.
     """
-    trained = Trained(config.influence.parameters, "influence.parameters")
-    run = set_up(config, trained, processes)
+    run = set_up(config, "influence.parameters", processes)
     if run.samples.weighted:
         _require_of_weights(config)
     if run.draws_at_random():
@@ -173,11 +173,7 @@ def _table(
     if wanted.worst is not None or names - known:
         run = at_last()
         reader = run.reader_of(samples)
-        options = run.stream_options(lambda _: None)
-        chosen = ChosenRows(reader, rows)
-        examples = Examples(run.objective_of(samples), chosen, options, processes=processes)
-        chunks = [found for _, found in examples.losses()]
-        columns |= {name: torch.cat([chunk[name] for chunk in chunks]).numpy() for name in chunks[0]}
+        columns |= losses_of(run, reader, rows, lambda _: None, processes)
         targets = reader.targets_at(rows)
         if "confidence" in columns and targets is not None:
             columns["correct"] = columns["prediction"] == targets
@@ -203,3 +199,22 @@ def _chosen(wanted: QueriesConfig, table: pd.DataFrame) -> np.ndarray:
 def errors_about_queries() -> AbstractContextManager[None]:
     """Errors about data, losses and models say that they are about the queries, not the training data."""
     return errors_about("the queries", "influence.queries and influence.measurement")
+
+
+def losses_of(
+    run: Setup,
+    reader: CheckedReader,
+    rows: np.ndarray,
+    say: Callable[[str], None],
+    processes: Processes | None = None,
+) -> dict[str, np.ndarray]:
+    """The loss, and what else a forward pass tells, of these rows of a dataset: name -> [n]."""
+    options, shared = run.stream_options(say), OneProcess() if processes is None else processes
+    examples = Examples(run.objective_of(reader.samples), ChosenRows(reader, rows), options, processes=shared)
+    chunks = [found for _, found in examples.losses()]
+    return {name: torch.cat([chunk[name] for chunk in chunks]).cpu().numpy() for name in chunks[0]}
+
+
+def with_rows(examples: Examples, reader: CheckedReader, rows: np.ndarray) -> Examples:
+    """The same model and scalar with these rows of a dataset."""
+    return replace(examples, rows=ChosenRows(reader, rows))

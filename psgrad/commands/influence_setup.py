@@ -22,6 +22,7 @@ from psgrad.commands.influence_inputs import (
     errors_about_queries,
     first_run,
     queries_of,
+    with_rows,
 )
 from psgrad.commands.run_manifest import identity, require_same_on_ranks
 from psgrad.commands.setup import Setup
@@ -103,8 +104,9 @@ class InfluenceSetup:
 
     def with_queries(self, rows: np.ndarray) -> InfluenceSetup:
         """This setup with `rows` as its only queries."""
-        chosen = ChosenRows(self.query_reader, rows)
-        views = [replace(view, queries=replace(view.queries, rows=chosen)) for view in self.views]
+        views = [
+            replace(view, queries=with_rows(view.queries, self.query_reader, rows)) for view in self.views
+        ]
         return replace(self, views=views, query_rows=rows)
 
 
@@ -275,9 +277,10 @@ def without_nonfinite(
         return setup, screening
     setup = setup.with_queries(setup.query_rows[screening.asked])
     rows = np.flatnonzero(screening.kept) if stored is None else setup.training_rows
-    chosen, numbers = ChosenRows(setup.run.reader, rows), torch.from_numpy(rows)
+    reader, numbers = setup.run.reader, torch.from_numpy(rows)
     views = [
-        replace(view, training=replace(view.training, rows=chosen, numbers=numbers)) for view in setup.views
+        replace(view, training=replace(with_rows(view.training, reader, rows), numbers=numbers))
+        for view in setup.views
     ]
     return replace(setup, views=views, training_rows=rows), screening
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import nn
 
-from psgrad.commands.setup import Setup, Trained, load
+from psgrad.commands.setup import Setup, load
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.loading import to_device
 from psgrad.engine.execution.ranks import Processes
@@ -104,8 +104,7 @@ def set_up_privately(
     privacy = require_privacy(config)
     unit = privacy.unit
     column = None if unit is None else unit.column
-    trained = Trained(privacy.trainable, "privacy.trainable")
-    loaded = load(config, trained=trained, unit=column, updates=True, processes=processes)
+    loaded = load(config, "privacy.trainable", unit=column, updates=True, processes=processes)
     _require_public_classes(loaded)
     # A row of a record must draw anew in each step.
     loaded = replace(loaded, samples=loaded.samples.anew())

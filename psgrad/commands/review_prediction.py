@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from psgrad.commands.influence_inputs import with_rows
 from psgrad.commands.influence_setup import CheckpointView, InfluenceSetup
 from psgrad.commands.review_index import IndexedCurvature
 from psgrad.data.reader import CheckedReader
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import ChosenRows
 from psgrad.engine.influence.amounts import is_affine
 from psgrad.engine.influence.data_change import (
     STEPS,
@@ -147,7 +147,7 @@ def predicted(
             fitted, queries = fit(at_weights(change.after, halfway)), at_weights(queries, halfway)
         worst = _difference(found[-1][judged]).argsort(descending=True)[:_WORST].numpy()
         chosen = [*sets, *(np.arange(len(queries)) == row for row in worst)]
-        parts = [_rows(queries, setup.query_reader, setup.query_rows[each]) for each in chosen]
+        parts = [with_rows(queries, setup.query_reader, setup.query_rows[each]) for each in chosen]
         directions = torch.stack([sum_of_gradients(part) / len(part) for part in parts])
         flat = change.after.flat
         prepared = flat.join(fitted.precondition(flat.split(directions))).double()
@@ -182,14 +182,9 @@ def _change(setup: InfluenceSetup, view: CheckpointView, rows: ChangedRows) -> D
     if decay is None:  # to estimate it takes a pass over the training data
         decay = _decay(whole) if rows.index is None else 0.0
     decay = float(decay)
-    new = _rows(after, setup.run.reader, rows.added) if len(rows.added) else None
-    old = _rows(after, rows.before, rows.removed) if len(rows.removed) else None
+    new = with_rows(after, setup.run.reader, rows.added) if len(rows.added) else None
+    old = with_rows(after, rows.before, rows.removed) if len(rows.removed) else None
     return DataChange(whole, after, new, old, decay)
-
-
-def _rows(examples: Examples, reader: CheckedReader, rows: Array) -> Examples:
-    """The same model and scalar with these rows of a dataset."""
-    return replace(examples, rows=ChosenRows(reader, rows))
 
 
 def _decay(before: Examples) -> float:
@@ -245,7 +240,7 @@ def _parts(
     unchanged = np.setdiff1d(np.arange(len(after)), added)
     for group in range(_GROUPS if len(unchanged) >= 2 * _GROUPS else 0):
         kept = np.setdiff1d(np.arange(len(after)), unchanged[group::_GROUPS])
-        yield fit(_rows(after, setup.run.reader, kept)), len(kept) / len(after)
+        yield fit(with_rows(after, setup.run.reader, kept)), len(kept) / len(after)
 
 
 def _step_by(change: DataChange, fitted: Preconditioned) -> torch.Tensor:

@@ -12,11 +12,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.commands.analyze_issues import input_features
+from psgrad.commands.influence_inputs import with_rows
 from psgrad.commands.influence_setup import InfluenceSetup
 from psgrad.data.previews import input_of
 from psgrad.data.reader import CheckedReader, digests
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import ChosenRows
 from psgrad.engine.influence.method import row_norms
 from psgrad.quality.changed_rows import NO_ROW, Measured, RowContents, Suspicion, changed_rows, suspicion
 from psgrad.quality.issues import MOST
@@ -56,9 +56,9 @@ def suspicion_of(setup: InfluenceSetup, before: CheckedReader, added: Array, rem
     """How wrong the added rows look by themselves, to the model of the last checkpoint."""
     training, asked = setup.views[-1].training, setup.views[-1].queries
     queries = replace(training, objective=training.objective.unweighted(), rows=asked.rows)
-    rows = replace(training, rows=ChosenRows(setup.run.reader, added))
+    rows = with_rows(training, setup.run.reader, added)
     stay = np.setdiff1d(np.arange(len(before.samples)), removed)
-    known = _features(replace(training, rows=ChosenRows(before, stay))) if len(stay) else None
+    known = _features(with_rows(training, before, stay)) if len(stay) else None
     seen = np.zeros(len(stay))  # losses of rows that the model was trained on are no reference
     return suspicion(
         _measured(rows, setup.run.samples.ids[added], setup.run.reader.targets_at(added)),

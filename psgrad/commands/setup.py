@@ -4,7 +4,7 @@ the reader of their rows, the function that is differentiated, and the engine's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,23 +49,11 @@ Loss = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The parameters that are differentiated.
-
-    patterns: of their names; None for those that the factory left trainable. key: the config's name for the
-    patterns.
-    """
-
-    patterns: Sequence[str] | None
-    key: str
-
-
-@dataclass(frozen=True)
 class Setup:
     """What a config names, and what is made of it.
 
     Attributes:
-        trained: the parameters that are differentiated.
+        trained: the key of the config with the patterns of the parameters that are differentiated.
         checkpoint: the one that this setup is at, where there is one.
         dtype, autocast: see `pick_precision`.
         loaded: the model as its factory and checkpoint gave it, and where it came from.
@@ -79,7 +67,7 @@ class Setup:
     """
 
     config: Config
-    trained: Trained
+    trained: str
     checkpoint: Path | None
     device: torch.device
     dtype: torch.dtype
@@ -138,9 +126,9 @@ class Setup:
         """The model with the weights of another checkpoint, with the same parameters trained; on no device
         yet.
         """
-        section, trained = self.config.model.model_copy(update={"checkpoint": checkpoint}), self.trained
-        in_files = self.supply is not None
-        return load_model(section, self.config.base, trained.patterns, trained.key, in_files=in_files)
+        return _model_of(
+            self.config.changed("model", checkpoint=checkpoint), self.trained, self.supply is not None
+        )
 
     def hashes(self, specs: Iterable[str | None] = ()) -> dict[str, Any]:
         """The hashes of the model and of all code, that of `specs` included; see `hashes_of`."""
@@ -276,18 +264,17 @@ class Setup:
         return self_check(self.objective, stream, len(self.samples), self.config.engine.verify)
 
 
-def set_up(config: Config, trained: Trained | None = None, processes: Processes | None = None) -> Setup:
-    """Load all that a config names, and let the first row through the model. trained: the parameters that are
-    differentiated, those of `analyze` where it is left out. Raises PsgradError as `load` does.
+def set_up(config: Config, trained: str = "analyze.trainable", processes: Processes | None = None) -> Setup:
+    """Load all that a config names, and let the first row through the model. Raises PsgradError as `load`
+    does.
     """
-    trained = trained or Trained(config.analyze.trainable, "analyze.trainable")
-    return load(config, trained=trained, processes=processes).with_classes()
+    return load(config, trained, processes=processes).with_classes()
 
 
 def load(
     config: Config,
+    trained: str,
     *,
-    trained: Trained,
     unit: str | None = None,
     updates: bool = False,
     processes: Processes | None = None,
@@ -296,7 +283,7 @@ def load(
     once.
 
     Args:
-        trained: the parameters that are differentiated.
+        trained: the key of the config with the patterns of the parameters that are differentiated.
         unit: the column of the data that says whom each row belongs to.
         updates: whether the run writes to the parameters that are trained.
         processes: those that run it; None for this one alone.
@@ -308,13 +295,7 @@ def load(
     placement = weight_placement_of(config, device, processes)
     if placement.where != "resident" and device.type == "cpu":
         give_freed_memory_back()  # before the first tensor is made
-    loaded = load_model(
-        config.model,
-        config.base,
-        trained.patterns,
-        trained.key,
-        in_files=placement.where != "resident",
-    )
+    loaded = _model_of(config, trained, placement.where != "resident")
     if config.engine.dtype == "auto":  # what is kept of the run names the precision that this is
         found = "float32" if loaded.pretrained is None else automatic_precision(loaded.pretrained.precision)
         config = config.changed("engine", dtype=found)
@@ -351,6 +332,15 @@ def load(
         objective=Objective(model, criterion.function, summary, forward=forward, autocast=autocast),
         reader=CheckedReader(samples, criterion, None, targets_later=True),
     )
+
+
+def _model_of(config: Config, trained: str, in_files: bool) -> LoadedModel:
+    """The model of a config. trained: the key of the patterns of its trained parameters; where that has none,
+    they are those that the factory left trainable.
+    """
+    section, key = trained.split(".")
+    patterns = getattr(getattr(config, section), key)
+    return load_model(config.model, config.base, patterns, trained, in_files=in_files)
 
 
 def samples_of(

@@ -174,19 +174,15 @@ def _few_rows(run: Setup, say: SayText) -> pd.DataFrame:
     """Loss and label, and what the model says, of some rows from all over the dataset."""
     import numpy as np
     import pandas as pd
-    import torch
 
+    from psgrad.commands.influence_inputs import losses_of
     from psgrad.data.reader import CheckedReader
-    from psgrad.engine.execution.examples import Examples
-    from psgrad.engine.execution.loading import ChosenRows
     from psgrad.engine.execution.ranks import spread_rows
 
     kind = run.criterion.kind
     reader = CheckedReader(run.samples, run.criterion, run.reader.classes, with_lengths=kind == "token")
     rows = np.array(spread_rows(len(run.samples), _ROWS[kind in ("class", "binary")]))
-    examples = Examples(run.objective, ChosenRows(reader, rows), run.stream_options(say))
-    chunks = [chunk for _, chunk in examples.losses()]
-    columns = {name: torch.cat([chunk[name] for chunk in chunks]).cpu().numpy() for name in chunks[0]}
+    columns = losses_of(run, reader, rows, say)
     targets = reader.targets_at(rows)
     columns |= {} if targets is None else {"target": targets}
     columns |= {} if reader.lengths is None else {"length": reader.lengths[rows]}
