@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from psgrad.monitoring.transformers_callback import GradientMonitor as GradientMonitor
     from psgrad.reports.notebook import AnalyzeRun, InfluenceRun
     from psgrad.run.results import CheckResult, Progress
-    from psgrad.run.results.findings import BaselineChange, Comparison
+    from psgrad.run.results.check import BaselineChange, Comparison
     from psgrad.run.results.influence import IndexResult
     from psgrad.run.results.influence_evaluation import EvaluationResult
     from psgrad.run.results.plan import PlanResult

@@ -15,7 +15,7 @@ from psgrad.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from psgrad.run.results import CheckResult
-    from psgrad.run.results.findings import BaselineChange
+    from psgrad.run.results.check import BaselineChange
 
 
 class CheckFormat(StrEnum):

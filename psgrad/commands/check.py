@@ -30,8 +30,7 @@ from psgrad.quality.gates import evaluate
 from psgrad.run import RunFolder
 from psgrad.run.finished import finished_manifest, read_columns, write_check
 from psgrad.run.results import CheckResult, Location
-from psgrad.run.results.check import CheckFacts
-from psgrad.run.results.findings import Baseline, BaselineChange
+from psgrad.run.results.check import Baseline, BaselineChange, CheckFacts
 from psgrad.run.results.manifest import RunManifest
 
 BASELINE = Path("psgrad-baseline.json")

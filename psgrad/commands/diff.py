@@ -8,7 +8,7 @@ from psgrad.errors import DataError
 from psgrad.quality.references import changed_keys, code_changes, measured_as
 from psgrad.quality.run_comparison import changes_of, counts_of, matched, spearman
 from psgrad.run.finished import finished_manifest, read_columns
-from psgrad.run.results.findings import Comparison
+from psgrad.run.results.check import Comparison
 from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import short_repr
 

@@ -16,8 +16,7 @@ import pandas as pd
 from psgrad import __version__
 from psgrad.config import Config
 from psgrad.run.results import CheckResult, Finding, GateOutcome, Location
-from psgrad.run.results.check import FINDINGS_OF_A_GATE, CheckFacts
-from psgrad.run.results.findings import FINDINGS_OF_A_RULE
+from psgrad.run.results.check import FINDINGS_OF_A_GATE, FINDINGS_OF_A_RULE, CheckFacts
 from psgrad.run.results.review import SUSPECT, GroupChange, Trust
 
 RULE = "changed-row"

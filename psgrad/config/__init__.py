@@ -15,13 +15,13 @@ from psgrad.config.data import DataConfig as DataConfig
 from psgrad.config.data import QueriesConfig as QueriesConfig
 from psgrad.config.influence import MEASUREMENTS as MEASUREMENTS
 from psgrad.config.influence import CheckpointConfig as CheckpointConfig
+from psgrad.config.influence import EvaluationConfig as EvaluationConfig
+from psgrad.config.influence import EvaluationKind as EvaluationKind
 from psgrad.config.influence import IndexConfig as IndexConfig
 from psgrad.config.influence import InfluenceConfig as InfluenceConfig
 from psgrad.config.influence import MeasurementConfig as MeasurementConfig
-from psgrad.config.influence_evaluation import EvaluationConfig as EvaluationConfig
-from psgrad.config.influence_evaluation import EvaluationKind as EvaluationKind
-from psgrad.config.influence_evaluation import MethodConfig as MethodConfig
-from psgrad.config.influence_evaluation import TrainConfig as TrainConfig
+from psgrad.config.influence import MethodConfig as MethodConfig
+from psgrad.config.influence import TrainConfig as TrainConfig
 from psgrad.config.model import TASKS as TASKS
 from psgrad.config.model import ModelConfig as ModelConfig
 from psgrad.config.model import Task as Task

@@ -20,7 +20,7 @@ from psgrad.errors import ConfigError, DataError
 from psgrad.quality.findings import KNOWN, NEW
 from psgrad.quality.references import DIGITS, Reference, measured_as, reference_of, scored_by
 from psgrad.run.results import RULES
-from psgrad.run.results.findings import Baseline, BaselineChange, Known
+from psgrad.run.results.check import Baseline, BaselineChange, Known
 from psgrad.run.results.manifest import RunManifest
 
 VERSION = 1

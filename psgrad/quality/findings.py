@@ -29,7 +29,7 @@ from psgrad.config.reading import explain, problems_found
 from psgrad.config.values import ConfigSection, described, require_regular
 from psgrad.errors import ConfigError
 from psgrad.run.results import RULES, Finding, Location
-from psgrad.run.results.findings import FINDINGS_OF_A_RULE, Level
+from psgrad.run.results.check import FINDINGS_OF_A_RULE, Level
 from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import did_you_mean, short_repr
 from psgrad.yaml12 import parse

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.run.results.findings import CHANGE_COLUMNS
+from psgrad.run.results.check import CHANGE_COLUMNS
 
 
 def matched(a: pd.DataFrame, b: pd.DataFrame, score: str, tail: str) -> pd.DataFrame:

@@ -19,8 +19,7 @@ from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import print_table
 from psgrad.reports.words import brief, count, identifier, number
 from psgrad.run.results import RULES, CheckResult, Finding, GateOutcome
-from psgrad.run.results.check import check_content
-from psgrad.run.results.findings import finding_content
+from psgrad.run.results.check import check_content, finding_content
 
 MESSAGE_LIMIT = 600
 VERDICTS = {"passed": "PASS", "failed": "FAIL", "not evaluable": "NOT EVALUABLE"}

@@ -12,7 +12,7 @@ from psgrad.reports.ci import clean
 from psgrad.reports.tables import Table, TableColumn, number_column, table
 from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.words import MISSING, count, identifier, percentile
-from psgrad.run.results.findings import Comparison
+from psgrad.run.results.check import Comparison
 from psgrad.wording import correlation
 
 TITLES = {"rose": "Rose most", "fell": "Fell most", "came": "Came", "went": "Went"}

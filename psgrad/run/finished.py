@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 from psgrad.errors import DataError
 from psgrad.run.folders import MANIFEST, MEASURES, RunFolder, file_name, manifest_of
 from psgrad.run.results import AnalyzeResult, CheckResult, MeasureResult, TopSample
-from psgrad.run.results.check import check_content
-from psgrad.run.results.findings import finding_content
+from psgrad.run.results.check import check_content, finding_content
 from psgrad.run.results.manifest import RunManifest, read, read_manifest
 from psgrad.wording import first_line
 

@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 
 from psgrad.run.results import AnalyzeResult, MeasureResult, TopSample, top_samples
-from psgrad.run.results.check import CheckResult, GateOutcome
-from psgrad.run.results.findings import Finding, Location
+from psgrad.run.results.check import CheckResult, Finding, GateOutcome, Location
 from psgrad.run.results.manifest import read_manifest
 from tests.nasty import NASTY
 from tests.reports import frames

@@ -31,7 +31,7 @@ from psgrad.reports.ci import (
     SUMMARY_BYTES,
 )
 from psgrad.run.results import RULES
-from psgrad.run.results.findings import FINDINGS_OF_A_RULE
+from psgrad.run.results.check import FINDINGS_OF_A_RULE
 from tests.workplace import Workplace
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "ci.md").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from psgrad.quality.baselines import changed, gone, mark_known, read_baseline, w
 from psgrad.quality.findings import counts_of, in_order, named_samples, read_ignore_list, with_states
 from psgrad.quality.gates import evaluate
 from psgrad.run.results import GateOutcome
-from psgrad.run.results.findings import Baseline, Known
+from psgrad.run.results.check import Baseline, Known
 from psgrad.run.results.manifest import read_manifest
 from tests.verdicts import NO_REFERENCE, REFERENCE, table
 

@@ -25,7 +25,7 @@ from psgrad.reports.ci import (
 from psgrad.run import RunFolder
 from psgrad.run.finished import read_check, write_check
 from psgrad.run.results import RULES, CheckResult, GateOutcome, Location
-from psgrad.run.results.findings import finding_content
+from psgrad.run.results.check import finding_content
 from tests.nasty import NASTY
 from tests.verdicts import finding, verdict
 

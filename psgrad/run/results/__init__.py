@@ -10,8 +10,8 @@ from psgrad.run.results.analyze import TopSample as TopSample
 from psgrad.run.results.analyze import disagrees as disagrees
 from psgrad.run.results.analyze import has_classes as has_classes
 from psgrad.run.results.analyze import top_samples as top_samples
+from psgrad.run.results.check import RULES as RULES
 from psgrad.run.results.check import CheckResult as CheckResult
+from psgrad.run.results.check import Finding as Finding
 from psgrad.run.results.check import GateOutcome as GateOutcome
-from psgrad.run.results.findings import RULES as RULES
-from psgrad.run.results.findings import Finding as Finding
-from psgrad.run.results.findings import Location as Location
+from psgrad.run.results.check import Location as Location
