@@ -35,7 +35,8 @@ def test_run_manifest_from_beginning_to_end(tmp_path: Path) -> None:
     assert shown == [LOADING]
     assert not run.path.exists()
     with run.clock("load"):
-        run.say("load", "slow")
+        run.say("slow")
+        run.say("slow")
     with run.begin(BEGUN):
         assert written(run)["state"] == "running"
         manifest = run.add(counts=Counts(samples=3))
