@@ -58,19 +58,19 @@ ENGINE_LIBRARIES = {"torch", "numpy", "psgrad"} | sys.stdlib_module_names
 
 # The one module that may use torch's own differentiation, to check ours; the one module that may import it.
 CHECKER = "psgrad.engine.execution.self_check"
-CHECKER_IS_FOR = {"psgrad.commands.setup", "psgrad.commands.run_manifest"}
+CHECKER_IS_FOR = {"psgrad.commands.setup"}
 RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functorch", "functorch")
 
 # part of psgrad -> (its lines when this was written last, the goal). A part does not grow: what comes in
 # replaces something. Where a part has shrunk, its number is lowered. `psgrad review` (review*.py,
 # changed_rows.py, data_change.py, continued_training.py) raised seven goals by its lines, 1,754 in all.
 LINES = {
-    "cli": (2_156, 1_760),
-    "commands": (9_359, 5_901),
+    "cli": (2_150, 1_760),
+    "commands": (9_206, 5_901),
     "run": (4_643, 4_100),
     "data": (4_985, 5_000),
     "models": (2_279, 2_000),
-    "config": (2_353, 2_227),
+    "config": (2_352, 2_227),
     "quality": (2_240, 1_954),
     "reports": (4_755, 4_221),
     "engine/transforms": (16_135, 14_000),
@@ -89,7 +89,7 @@ LONGER: dict[str, int] = {}
 SIZES = {
     "lines of tests": (76_000, 62_000),
     "words of docs": (45_000, 45_000),
-    "files that psgrad.commands.analyze loads, the engine's left out": (88, 60),
+    "files that psgrad.commands.analyze loads, the engine's left out": (84, 60),
 }
 
 MODULES = {

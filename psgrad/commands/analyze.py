@@ -124,9 +124,8 @@ def analyze(
         processes.texts(_BEGUN, "")
         return _judged_before(config, earlier, gate)
     with run.clock("self-check"):
-        check = setup.self_check(setup.stream(setting.say))
         manifest = replace(
-            describe_run("analyze", setup, check, measure_specs(config)),
+            describe_run("analyze", setup, setup.stream(setting.say), measure_specs(config)),
             identity=now,
             run=digest(now),
             limit=limit,

@@ -101,9 +101,9 @@ def dp_step(
         if budget is not None:
             budget.require(before, ahead)
     with run.clock("self-check"):
-        check = setup.run.self_check(setup.run.stream(lambda _: None))
+        manifest = describe_run("dp-step", setup.run, setup.run.stream(lambda _: None))
         setup.unchanged.require(by_bits=True)
-    manifest = replace(describe_run("dp-step", setup.run, check), hashes=hashes)
+    manifest = replace(manifest, hashes=hashes)
     optimizer = make_optimizer(privacy.optimizer.name, privacy.optimizer.kwargs, setup.parameters.values())
     if before is None:
         folder = PrivateRunFolder.create(run.path, overwrite)

@@ -88,16 +88,16 @@ def influence(
     with run.clock("load"):
         setup = set_up_influence(config, run)
         require_tokens(setup)
-        index = None if config.influence.index is None else open_index(config, setup.run)
+        index = None if config.influence.index is None else open_index(setup.run)
         if index is not None:
             setup = replace(setup, method=from_index(setup.method, index))
     if not processes.leads:
         checked(scored(setup, index, matrix, run), run)
         return None
     with run.clock("self-check"):
-        check = setup.run.self_check(setup.views[0].training.stream)
         specs = [setup.run.config.influence.method.name, setup.run.config.influence.measurement.name]
-        manifest = replace(describe_run("influence", setup.run, check, specs), influence=described(setup))
+        manifest = describe_run("influence", setup.run, setup.views[0].training.stream, specs)
+        manifest = replace(manifest, influence=described(setup))
     with run.begin(manifest):
         found = scored(setup, index, matrix, run)
         require_unchanged(setup.run.samples.stamps)

@@ -99,8 +99,8 @@ def evaluate_influence(
         _evaluated(setup, kind, run)
         return None
     with run.clock("self-check"):
-        check = setup.run.self_check(setup.views[0].training.stream)
-    manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
+        manifest = describe_run("influence-evaluation", setup.run, setup.views[0].training.stream)
+        manifest = replace(manifest, influence=described(setup))
     with run.begin(manifest):
         evaluation, found = _evaluated(setup, kind, run)
         result = EvaluationResult(

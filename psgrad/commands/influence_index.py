@@ -65,7 +65,7 @@ def influence_index(
     with command.clock("load"):
         run = first_run(config, processes).with_reader(with_digests=True)
         read_ahead(run.samples, len(run.samples), progress)
-        description = described_index(config, run)
+        description = described_index(run)
     if part is not None:
         store = GradientIndex.join(wanted.path, description)
         processes = RowPart.of(*part, len(store.shards), 1)
@@ -149,19 +149,20 @@ def require_index(config: Config) -> IndexConfig:
     return config.influence.index
 
 
-def open_index(config: Config, run: Setup) -> GradientIndex:
-    """The finished index of a config. Raises OutputError where it is not there, half built, or of another
+def open_index(run: Setup) -> GradientIndex:
+    """The finished index of a run. Raises OutputError where it is not there, half built, or of another
     model, data or settings.
     """
-    store = GradientIndex.open(require_index(config).path)
-    store.require(described_index(config, run))
+    store = GradientIndex.open(require_index(run.config).path)
+    store.require(described_index(run))
     rows = sorted({place * len(run.samples) // _COMPARED for place in range(_COMPARED)})
     require_losses(store, run, rows, StoredRows(store, 0).losses_and_square_norms()[0][rows])
     return store
 
 
-def described_index(config: Config, run: Setup) -> dict[str, Any]:
-    """The description of this config's index. Two indexes with the same description hold the same rows."""
+def described_index(run: Setup) -> dict[str, Any]:
+    """The description of a run's index. Two indexes with the same description hold the same rows."""
+    config = run.config
     wanted = require_index(config)
     spec = IndexSpec(**wanted.model_dump(exclude={"path"}))
     count = len(config.influence.checkpoints or [None])
@@ -184,8 +185,8 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
         **{key: hashes[key] for key in ("modules", "code", "packages")},
         **model,
         "loss": config.loss.model_dump(mode="json"),
-        CLASSES: run.config.data.class_names,
-        "dtype": run.config.engine.dtype,
+        CLASSES: config.data.class_names,
+        "dtype": config.engine.dtype,
     }
     training = Examples(run.objective, run.reader)
     return describe(spec, training, fingerprint, count)

@@ -74,8 +74,8 @@ def review(
     with run.clock("compare"):
         table = changed_in(before, setup.run.reader, with_ids=config.data.id is not None)
     with run.clock("self-check"):
-        check = setup.run.self_check(setup.views[0].training.stream)
-    manifest = describe_run("review", setup.run, check, [config.influence.method.name])
+        stream = setup.views[0].training.stream
+        manifest = describe_run("review", setup.run, stream, [config.influence.method.name])
     with run.begin(manifest):
         added = table.loc[table["after"] != NO_ROW, "after"].to_numpy(np.int64)
         removed = table.loc[table["before"] != NO_ROW, "before"].to_numpy(np.int64)

@@ -44,7 +44,7 @@ def index_before(config: Config, setup: InfluenceSetup, before: CheckedReader) -
             f"influence.index is set, and a review by {setup.method.name} does not read an index",
             hint="set influence.method: projected_influence, or leave influence.index out",
         )
-    return open_index(config, replace(setup.run, samples=before.samples, reader=before))
+    return open_index(replace(setup.run, samples=before.samples, reader=before))
 
 
 @dataclass(frozen=True)

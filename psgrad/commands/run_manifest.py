@@ -24,7 +24,7 @@ from psgrad.config import Config
 from psgrad.data.derived import DrawnSamples
 from psgrad.data.sources.files import hashes_of_files
 from psgrad.engine.execution.ranks import Processes
-from psgrad.engine.execution.self_check import SelfCheck
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients.machine import device_name
 from psgrad.errors import ConfigError, DistributedError, OutputError, OutputExistsError
 from psgrad.run.folders import RunFolder, manifest_of
@@ -53,11 +53,14 @@ def command_line() -> str | None:
 
 
 def describe_run(
-    command: str, run: Setup, check: SelfCheck | None, specs: Iterable[str | None] = ()
+    command: str, run: Setup, stream: Stream | None, specs: Iterable[str | None] = ()
 ) -> RunManifest:
-    """The content of manifest.json before a run starts. `specs` name code that it runs besides its model's,
-    loss's and data's.
+    """The content of manifest.json before a run starts, with the self-check of the stream's gradients, which
+    runs now; None for none. `specs` name code that it runs besides its model's, loss's and data's.
+
+    Raises SelfCheckError.
     """
+    check = None if stream is None else run.self_check(stream)
     config, loaded, device = run.config, run.loaded, str(run.device)
     parameters = list(loaded.model.parameters())
     made = module_of(config.data.factory) if config.data.factory else None
