@@ -35,7 +35,7 @@ from psgrad.engine.gradients.terms import (
     blocks,
     sum_of_products,
 )
-from psgrad.engine.transforms.recorder import Recording, record
+from psgrad.engine.transforms.recorder import record
 from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from tests.engine.gradients.agreement import LargestTensor
 
@@ -339,10 +339,8 @@ def test_term_norms_zero_beside_numbers_whose_squares_are_too_large(
     """Zero times a number whose square leaves the range of the type is zero; times infinity it is NaN."""
     left, right = torch.ones(3, 1, positions, 2, dtype=dtype), torch.ones(3, 1, positions, 4, dtype=dtype)
     left[:2], right[0], right[1] = 0, large, math.inf
-    gradients, exact = gradients_of(Product(left, right)), [0, math.nan, 8 * positions**2]
-    torch.testing.assert_close(
-        gradients.square_norms(), torch.tensor(exact, dtype=torch.float64), equal_nan=True
-    )
+    exact = torch.tensor([0, math.nan, 8 * positions**2], dtype=torch.float64)
+    torch.testing.assert_close(gradients_of(Product(left, right)).square_norms(), exact, equal_nan=True)
     norms, _, flag = record(lambda: gradients_of(Product(left, right)).square_norms(), [])
     assert flag or norms[0] == 0
 
@@ -359,9 +357,7 @@ def test_term_norms_zero_beside_numbers_whose_squares_are_too_large(
         (1e-3, 1e3, False),
     ],
 )
-def test_flags_are_raised_where_the_range_of_products_is_left(
-    left: float, right: float, flagged: bool
-) -> None:
+def test_flags_where_the_range_of_products_is_left(left: float, right: float, flagged: bool) -> None:
     """Not where a factor is zero or not finite itself. One such sample in one of three terms is enough."""
     terms = [Product(torch.ones(3, 1, 2, 512), torch.ones(3, 1, 2, 512)) for _ in range(3)]
     terms[1].left[2], terms[1].right[2] = left, right
@@ -372,14 +368,11 @@ def test_flags_are_raised_where_the_range_of_products_is_left(
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("length", [4, 3000])
 @pytest.mark.parametrize(("left", "right"), [(1e-30, 1e-35), (1e30, 1e35), (0.0, 1e38), (1e-40, 1.0)])
-def test_norms_of_outer_products_are_right_in_float32_range_and_raise_no_flag(
-    left: float, right: float, length: int, groups: int
-) -> None:
+def test_norms_of_outer_products_without_flag(left: float, right: float, length: int, groups: int) -> None:
     term = Product(torch.full((2, groups, 1, 3), left), torch.full((2, groups, 1, length), right))
     norms, recording, _ = record(lambda: gradients_of(term).square_norms(), [])
     exact = term.at(slice(None), torch.float64).materialise().square().sum((1, 2, 3))
     torch.testing.assert_close(norms, exact, rtol=1e-12, atol=0)
-    assert isinstance(recording, Recording)
     assert recording.flag is None
 
 

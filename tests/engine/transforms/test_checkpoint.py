@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from psgrad.engine import transforms
 from psgrad.engine.gradients import per_sample_gradients
+from psgrad.engine.gradients.terms import Product
 from psgrad.engine.transforms import checkpoint, functional_call, grad, grad_and_value, vjp, vmap
 from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
@@ -186,7 +187,9 @@ def test_checkpoint_functional_call_parameters() -> None:
     agree(vmap(grad(loss(model)), (None, 0, 0))(params, x, y), expected)
     summed = grad(lambda p: vmap(loss(model), (None, 0, 0))(p, x, y).sum())(params)
     agree(summed, {name: g.sum(0) for name, g in expected.items()})
-    per_sample = per_sample_gradients(loss(model), params, x, y)
+    per_sample = per_sample_gradients(loss(model), params, x, y, settle=False)
+    matrices = [per_sample.parts[0].gradients[name] for name in params if params[name].dim() == 2]
+    assert all(isinstance(gradient.terms[0].term, Product) for gradient in matrices)  # not materialised
     agree(per_sample.materialise(), expected)
     agree(per_sample.square_norms().double(), sum(g.flatten(1).square().sum(1) for g in expected.values()))
 
