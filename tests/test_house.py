@@ -63,14 +63,15 @@ RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functor
 
 # part of psgrad -> (its lines when this was written last, the goal). A part does not grow: what comes in
 # replaces something. Where a part has shrunk, its number is lowered. `psgrad review` (review*.py,
-# changed_rows.py, data_change.py, continued_training.py) raised seven goals by its lines, 1,754 in all.
+# changed_rows.py, data_change.py, continued_training.py) raised seven goals by its lines, 1,754 in all;
+# `analyze.folds` (analyze_folds.py) raised two by its own, 136.
 LINES = {
     "cli": (2_151, 1_760),
-    "commands": (9_198, 5_901),
+    "commands": (9_328, 6_031),
     "run": (4_644, 4_100),
     "data": (4_987, 5_000),
     "models": (2_279, 2_000),
-    "config": (2_352, 2_227),
+    "config": (2_358, 2_233),
     "quality": (2_240, 1_954),
     "reports": (4_754, 4_221),
     "engine/transforms": (16_116, 14_000),

@@ -106,6 +106,10 @@ def analyze(
         setup = setup.with_rows_described()
         setting, every = prepare(setup, measures, count, run.say)
         rule, probabilities = outlier_rule(setup, measures), label_probabilities(setup)
+        if config.analyze.folds is not None:
+            from psgrad.commands.analyze_folds import require_folds  # which imports all of influence
+
+            require_folds(setup)
         if part is not None:
             size = config.engine.chunk_size
             mine = RowPart.of(*part, count, size if isinstance(size, int) else 1)
@@ -151,6 +155,10 @@ def analyze(
                 for each in every
                 if each.name and each.is_shown
             }
+            if config.analyze.folds is not None:
+                from psgrad.commands.analyze_folds import fold_probabilities
+
+                probabilities = fold_probabilities(setup, judged.frame, run)
             issues = _issues(setup, judged.frame, measured, results, probabilities)
             folder.finish_samples(judged.frame)
             folder.write_table("parameters.parquet", parameters)

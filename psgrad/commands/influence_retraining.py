@@ -20,6 +20,7 @@ from psgrad.commands.influence_inputs import fresh_models
 from psgrad.commands.influence_setup import InfluenceSetup, errors_of_own_method, method_from
 from psgrad.config import Config, EvaluationConfig
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.influence.evaluation.controls import controls
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
 from psgrad.engine.influence.evaluation.retraining import (
@@ -150,15 +151,15 @@ class Evaluation:
 
 
 class ShardStore:
-    """Arrays as files of a run folder."""
+    """Arrays as files of a run folder, in a folder of their own there."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+    def __init__(self, folder: RunFolder, name: str = RETRAINED) -> None:
+        self._folder, self._name = folder, name
 
     def load(self, name: str) -> Array | None:
         """The array that was saved under this name; None where there is none, or it is damaged."""
         try:
-            found: Array = np.load(self._folder.path / RETRAINED / f"{name}.npy", allow_pickle=False)
+            found: Array = np.load(self._folder.path / self._name / f"{name}.npy", allow_pickle=False)
         except (OSError, ValueError, EOFError):
             return None
         return found
@@ -167,7 +168,7 @@ class ShardStore:
         """Keep an array, durably. Raises OutputError."""
         buffer = io.BytesIO()
         np.save(buffer, values, allow_pickle=False)
-        self._folder.write_bytes(f"{RETRAINED}/{name}.npy", buffer.getvalue())
+        self._folder.write_bytes(f"{self._name}/{name}.npy", buffer.getvalue())
 
 
 def evaluation_of(setup: InfluenceSetup, run: Run[Any]) -> Evaluation:
@@ -177,18 +178,25 @@ def evaluation_of(setup: InfluenceSetup, run: Run[Any]) -> Evaluation:
     config, wanted = setup.run.config, setup.run.config.influence.evaluate
     fresh = fresh_models(config, setup.run)
     rows = LoadedRows.of(setup.views[0].training)
-    train: Trainer
-    if wanted.train.function is not None:
-        train = FunctionTrainer(fresh, rows, resolve_training(wanted.train.function, config.base))
-    else:
-        recipe = Recipe(**wanted.train.model_dump(exclude={"function"}))
-        train = EnsembleTrainer(fresh, rows, setup.run.criterion.function, recipe)
+    train = trainer_of(config, fresh, rows, setup.run.criterion.function)
     asked = setup.query_rows
     if wanted.queries is not None and wanted.queries < len(asked):  # a random choice of them, in order
         asked = np.sort(np.random.default_rng([wanted.seed, 2]).choice(asked, wanted.queries, replace=False))
     methods, mark = compared(config, setup.method), fingerprint(setup, rows)
     _say_what_differs(setup, methods, fresh, run.say)
     return Evaluation(setup, methods, asked, train, ShardStore(run.folder), mark, run)
+
+
+def trainer_of(
+    config: Config, fresh: Callable[[int], nn.Module], rows: LoadedRows, criterion: Criterion
+) -> Trainer:
+    """What trains models on some of these rows, as influence.evaluate.train says. Raises ConfigError for a
+    training function that is not there.
+    """
+    wanted = config.influence.evaluate.train
+    if wanted.function is not None:
+        return FunctionTrainer(fresh, rows, resolve_training(wanted.function, config.base))
+    return EnsembleTrainer(fresh, rows, criterion, Recipe(**wanted.model_dump(exclude={"function"})))
 
 
 def _say_what_differs(

@@ -96,6 +96,10 @@ class AnalyzeConfig(ConfigSection):
     """Column of the dataset with a list of the probabilities of all classes, by models that were not trained
     on the row (cross-validation): label issues are found by them.
     """
+    folds: Annotated[int, Field(ge=2)] | None = None
+    """In place of a column: this many models, each trained without its share of the rows, as
+    influence.evaluate.train says.
+    """
     outliers: OutlierConfig = Field(default_factory=OutlierConfig)
     """Which samples are outliers."""
 
@@ -110,6 +114,8 @@ class AnalyzeConfig(ConfigSection):
                 raise ValueError(f"the {what} {twice} is listed twice")
         if self.checkpoints is not None and not self.checkpoints:
             raise ValueError("checkpoints is an empty list; leave it out to use model.checkpoint")
+        if self.folds is not None and self.probabilities is not None:
+            raise ValueError("both folds and probabilities are given; expected one of them")
         return self
 
 

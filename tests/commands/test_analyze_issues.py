@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from sklearn.model_selection import StratifiedKFold
+from torch import nn
 
 from psgrad.commands.analyze_issues import input_features
 from psgrad.ragged import Block, RaggedAxes
@@ -53,3 +55,34 @@ def test_probabilities_of_a_column_find_the_labels_and_are_checked(workplace: Wo
     workplace.save(held=held * 2)
     wrong = workplace.analyze(*given, "--overwrite")
     wrong.refused(2, "row 0 of the column 'held' is no distribution over classes")
+
+
+def test_folds_are_trained_without_their_rows_from_fresh_weights(workplace: Workplace) -> None:
+    inputs = torch.from_numpy(workplace.arrays["x"]).double()
+    target = torch.from_numpy(workplace.arrays["y"])
+    workplace.save(x=np.where(np.arange(len(inputs))[:, None] == 7, np.nan, workplace.arrays["x"]))
+    train = "influence={evaluate: {train: {optimizer: sgd, epochs: 9, batch_size: 64, learning_rate: 0.5}}}"
+    given = ("--set", "analyze.folds=3", "--set", train, "--set", "engine.dtype=float64", "--no-report")
+    assert workplace.analyze(*given).code == 0
+    issues = pd.read_parquet(workplace.folder / "out" / "issues.parquet")
+    known = np.delete(np.arange(len(target)), 7)
+    folds = StratifiedKFold(3, shuffle=True, random_state=0).split(known, target[known])
+    for rows, left_out in ((known[one], known[other]) for one, other in folds):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        for _ in range(9):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs[rows]), target[rows]).backward()
+            optimizer.step()
+        wanted = model(inputs[left_out]).softmax(1)[range(len(left_out)), target[left_out]]
+        np.testing.assert_allclose(issues["label_score"][left_out], wanted.detach(), rtol=1e-9)
+    assert issues["label_score"][7] == 1
+    for wrong, words in (
+        ("analyze={folds: 30}", "30 folds of 23 rows; expected at most one a row"),
+        ("analyze={folds: 3, probabilities: held}", "both folds and probabilities are given"),
+        ("analyze={folds: 1}", "analyze.folds"),
+        ("data.weight=y", "models are not trained again on rows with weights"),
+        ("loss=mse", "the loss mse has no classes"),
+    ):
+        workplace.analyze(*given, "--overwrite", "--set", wrong).refused(2, words)
