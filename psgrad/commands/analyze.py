@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 import pandas as pd
 
-from psgrad.commands.analyze_issues import input_features, label_probabilities
+from psgrad.commands.analyze_issues import input_features, label_probabilities, leaks_in
 from psgrad.commands.analyze_passes import Measured, Passes
 from psgrad.commands.analyze_tables import (
     content_of_made,
@@ -40,8 +40,10 @@ from psgrad.engine.execution.ranks import OneProcess, Processes, RowPart, spread
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.builtin.projected_gradients import COLUMN as PROJECTED
 from psgrad.errors import ConfigError, DistributedError
+from psgrad.quality.findings import LEAK_OF
 from psgrad.quality.gates import share_of
-from psgrad.quality.issues import MOST, IssueTable, issue_table
+from psgrad.quality.issues import IssueTable, Leaks, issue_table
+from psgrad.quality.near_inputs import MOST
 from psgrad.run import RunFolder
 from psgrad.run.finished import ISSUE_SUMMARY, ISSUES, load_run
 from psgrad.run.identity import digest
@@ -118,6 +120,7 @@ def analyze(
         if processes.size > 1 or part is not None:
             require_mergeable(every)
         _require_same_rows(setup, count, processes)
+        leaks = leaks_in(setup, count) if part is None and processes.leads else None
     passes = Passes(setup, setting, every, run)
     if part is None and not processes.leads:
         _follow(passes, run)
@@ -148,6 +151,8 @@ def analyze(
             require_unchanged(setup.samples.stamps)
         with run.clock("tables"):
             judged = rule.judge(measured)
+            if leaks is not None:
+                judged = replace(judged, frame=judged.frame.assign(**{LEAK_OF: leaks.of}))
             norms = next(each for each in every if isinstance(each, GradientNorms))
             parameters = parameter_table(norms, setup.objective.params)
             results = {
@@ -159,7 +164,7 @@ def analyze(
                 from psgrad.commands.analyze_folds import fold_probabilities
 
                 probabilities = fold_probabilities(setup, judged.frame, run)
-            issues = _issues(setup, judged.frame, measured, results, probabilities)
+            issues = _issues(setup, judged.frame, measured, results, probabilities, leaks)
             folder.finish_samples(judged.frame)
             folder.write_table("parameters.parquet", parameters)
             folder.write_measures(results)
@@ -228,18 +233,18 @@ def _issues(
     measured: Measured,
     results: dict[str, MeasureResult],
     probabilities: npt.NDArray[Any] | None,
+    leaks: Leaks | None,
 ) -> IssueTable:
     """The issue table; the inputs are read once more where near duplicates are looked for."""
     projected, features = None, None
     if PROJECTED in measured.rows:
         projected = measured.rows[PROJECTED].double().numpy()
         if len(frame) <= MOST:
-            features = input_features(ChosenRows(setup.reader, range(len(frame))))
+            features = input_features(ChosenRows(setup.reader, range(len(frame))), setup.samples.weighted)
     history = results.get("trajectory")
     losses = None if history is None else history.arrays.get("loss")
-    return issue_table(
-        frame, projected, features, losses, None if probabilities is None else probabilities[: len(frame)]
-    )
+    held = None if probabilities is None else probabilities[: len(frame)]
+    return issue_table(frame, projected, features, losses, held, leaks)
 
 
 def _shown(

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from psgrad.commands.class_names import errors_about
 from psgrad.commands.setup import Setup
 from psgrad.data.derived import DrawnSamples
 from psgrad.data.sources.load import load_data
-from psgrad.engine.execution.loading import Rows
-from psgrad.errors import ConfigError
+from psgrad.engine.execution.loading import ChosenRows, Rows
+from psgrad.errors import ConfigError, DataError
+from psgrad.quality.issues import Leaks, leaks_of
+from psgrad.quality.near_inputs import MOST
 
 Array = npt.NDArray[Any]
 
@@ -53,10 +56,32 @@ def label_probabilities(run: Setup) -> Array | None:
     return values
 
 
-def input_features(rows: Rows) -> Array | None:
+def leaks_in(setup: Setup, count: int) -> Leaks | None:
+    """Which of the run's rows are in the evaluation data, influence.queries; None where the config names none
+    of its own, or there are more rows than are searched, or inputs that can't be compared. Raises ConfigError
+    where the evaluation data have other inputs.
+    """
+    queries = setup.config.influence.queries
+    if queries is None or queries.own_data is None or count > MOST:
+        return None
+    with errors_about("the evaluation data", "influence.queries"):
+        samples = setup.other_samples(queries.own_data, weighted=False)
+        shapes = [list(x.shape[1:]) for x in samples.take([0]).inputs]
+        expected = [list(x.shape[1:]) for x in setup.samples.take([0]).inputs][: len(shapes)]
+        if samples.ragged is None and shapes != expected:
+            raise DataError(f"inputs of the shapes {shapes}; expected {expected}, as in the training data")
+    if len(samples) > MOST:
+        return None
+    own = input_features(ChosenRows(setup.reader, range(count)), setup.samples.weighted)
+    others = input_features(samples)
+    return None if own is None or others is None else leaks_of(own, others, samples.ids)
+
+
+def input_features(rows: Rows, weighted: bool = False) -> Array | None:
     """[n, WIDTH]: each row's inputs in few numbers, such that near inputs have near ones: random projections
     of fractions, and means of random functions of whole numbers, such as tokens, in any order. None for
-    fractions whose number differs from row to row.
+    fractions whose number differs from row to row. weighted: whether the last input is the weight of a row,
+    which counts for nothing.
     """
     found: list[Array] = []
     matrices: dict[tuple[int, int], Array] = {}
@@ -66,7 +91,7 @@ def input_features(rows: Rows) -> Array | None:
         apart = block.lengths is not None
         for part in [block.at(slice(row, row + 1)) for row in range(len(block))] if apart else [block]:
             each = []
-            for place, tensor in enumerate(part.inputs):
+            for place, tensor in enumerate(part.inputs[: len(part.inputs) - weighted]):
                 draw = np.random.default_rng(place)
                 flat = tensor.reshape(len(tensor), -1).double().numpy()
                 if not tensor.is_floating_point():

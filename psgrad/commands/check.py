@@ -16,6 +16,7 @@ from psgrad.config.reading import load_gate
 from psgrad.errors import ConfigError, DataError, OutputError
 from psgrad.quality.baselines import changed, gone, mark_known, read_baseline, written
 from psgrad.quality.findings import (
+    LEAK_OF,
     NEEDED,
     OPTIONAL,
     IgnoreEntry,
@@ -148,7 +149,7 @@ def _check(samples: pd.DataFrame, run: RunManifest, folder: str, files: GateFile
     if partial:
         warnings.append(f"PARTIAL: {partial}; the gate is evaluated on these samples only")
     counts, ordered = counts_of(named), in_order(named, samples)
-    outcomes = evaluate(gate, ordered, counts, run.outliers, len(samples))
+    outcomes = evaluate(gate, ordered, counts, run.outliers, len(samples), leaks=LEAK_OF in samples)
     location, lines = _located(run, samples, ordered)
     facts = CheckFacts(
         counts,

@@ -19,7 +19,7 @@ from psgrad.data.reader import CheckedReader, digests
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.method import row_norms
 from psgrad.quality.changed_rows import NO_ROW, Measured, RowContents, Suspicion, changed_rows, suspicion
-from psgrad.quality.issues import MOST
+from psgrad.quality.near_inputs import MOST
 from psgrad.ragged import Block
 from psgrad.run.results import TopSample
 
@@ -75,7 +75,8 @@ def _measured(examples: Examples, ids: Array, targets: Array | None) -> Measured
 
 def _features(examples: Examples) -> Array | None:
     """[n, k]: numbers of inputs that can be compared; None for too many rows."""
-    return input_features(examples.rows) if len(examples) <= MOST else None
+    weighted = examples.objective.forward.weighted
+    return input_features(examples.rows, weighted) if len(examples) <= MOST else None
 
 
 def input_cards(

@@ -130,6 +130,8 @@ class GateConfig(ConfigSection):
     """The largest number of outliers that passes; null for any number."""
     max_fraction: Annotated[Finite, Field(ge=0, le=1)] | None = None
     """The largest share of outliers that passes; null for any share."""
+    max_leaks: Annotated[int, Field(ge=0)] | None = None
+    """The largest number of leaks of evaluation data (influence.queries) that passes; null for any number."""
     nonfinite: Literal["error", "warning", "ignore"] = "error"
     """The level of a loss or gradient that is NaN or infinite."""
     baseline: FilePath | None = None

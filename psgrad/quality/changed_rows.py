@@ -14,13 +14,13 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.quality.conformal import p_values
+from psgrad.quality.near_inputs import NEAR, nearest, usual_distance
 from psgrad.run.results.review import SUSPECT
 
 Array = npt.NDArray[Any]
 
 FEWEST = 199
 """Queries from which on a p-value, times two, can be as small as 1 - SUSPECT."""
-NEAR = 0.05  # near duplicates are nearer than this part of the median distance between the queries
 NO_ROW = -1
 
 
@@ -108,7 +108,7 @@ def suspicion(added: Measured, queries: Measured, training: Measured) -> Suspici
         else:
             reasons[row].append(_unusual(added, queries, row))
     if added.features is not None and queries.features is not None and training.features is not None:
-        limit = NEAR * _usual_distance(queries.features)
+        limit = NEAR * usual_distance(queries.features)
         for row, query in _near(added.features, queries.features, limit):
             scores[row] = 1.0
             reasons[row].append(f"nearly equals the query {queries.ids[query]}: evaluation data leak")
@@ -135,21 +135,7 @@ def _unusual(added: Measured, queries: Measured, row: int) -> str:
     return f"{words}; the model predicts {added.predictions[row]:g}, the label is {added.targets[row]:g}"
 
 
-def _usual_distance(points: Array) -> float:
-    """The median distance of a point to the nearest other one."""
-    if len(points) < 2:
-        return 0.0
-    from sklearn.neighbors import NearestNeighbors
-
-    return float(np.median(NearestNeighbors(n_neighbors=2).fit(points).kneighbors(points)[0][:, 1]))
-
-
 def _near(points: Array, others: Array, limit: float) -> list[tuple[int, int]]:
     """(point, its nearest other) where that is within the limit."""
-    if not len(points) or not len(others):
-        return []
-    from sklearn.neighbors import NearestNeighbors
-
-    distances, nearest = NearestNeighbors(n_neighbors=1).fit(others).kneighbors(points)
-    rows = np.flatnonzero(distances[:, 0] <= limit)
-    return [(int(row), int(nearest[row, 0])) for row in rows]
+    distances, places = nearest(points, others)
+    return [(int(row), int(places[row])) for row in np.flatnonzero(distances <= limit)]

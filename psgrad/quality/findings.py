@@ -57,7 +57,8 @@ def _digest(rule: str, sample: str, occurrence: int) -> str:
 
 
 NEEDED = ("id", "index", "fingerprint", "status", "is_outlier_issue", "loss", "grad_norm")
-OPTIONAL = ("reasons", "group", "rank", "p_value", "q_value", "outlier_score")
+LEAK_OF = "leak_of"
+OPTIONAL = ("reasons", "group", "rank", "p_value", "q_value", "outlier_score", LEAK_OF)
 """Columns of samples.parquet that findings are made of, beside the score that samples are judged by."""
 
 NEW, KNOWN, IGNORED = "new", "known", "ignored"
@@ -73,9 +74,11 @@ def named_samples(samples: pd.DataFrame, run: RunManifest) -> pd.DataFrame:
     """
     ok = samples["status"].to_numpy(object) == "ok"
     listed = samples["is_outlier_issue"].to_numpy(bool) & ok
+    leaked = samples[LEAK_OF].to_numpy(object) != "" if LEAK_OF in samples else np.zeros(len(samples), bool)
     masks = {
         "nonfinite": samples["status"].to_numpy(object) == "nonfinite",
         "outlier" if run.judged.referenced else "review": listed,
+        "leak": leaked,
         "zero-gradient": ok & (samples["grad_norm"].to_numpy("float64") == 0),
     }
     plain = samples.reset_index(drop=True)
@@ -107,6 +110,7 @@ def levels_of(gate: GateConfig) -> dict[str, Level]:
     return {
         "nonfinite": nonfinite[gate.nonfinite],
         "outlier": "error" if counted else "warning",
+        "leak": "warning" if gate.max_leaks is None else "error",
         "zero-gradient": "warning",
         "review": "note",
     }
@@ -140,7 +144,8 @@ def listed_findings(
     wanted = dict.fromkeys((score, "grad_norm", "loss", "p_value", "q_value", "outlier_score"))
     columns = [column for column in wanted if column in rows]
     numbers = {column: rows[column].to_numpy("float64", na_value=np.nan).tolist() for column in columns}
-    reasons, groups, indices = (_texts(rows, "reasons"), _texts(rows, "group"), rows["index"].tolist())
+    reasons, groups, leaks = (_texts(rows, column) for column in ("reasons", "group", LEAK_OF))
+    indices = rows["index"].tolist()
     for place, row in enumerate(ordered.itertuples(index=False)):
         values = {column: numbers[column][place] for column in columns}
         index = int(indices[place])
@@ -150,7 +155,7 @@ def listed_findings(
             id=row.id if isinstance(row.id, int) and not isinstance(row.id, bool) else str(row.id),
             index=index,
             fingerprint=str(row.fingerprint),
-            message=_message(str(row.rule), score, values),
+            message=_message(str(row.rule), score, values, leaks[place]),
             location=Location(location.path, lines.get(index, location.line)),
             reasons=tuple(part for part in (reasons[place] or "").split("; ") if part),
             group=groups[place],
@@ -160,10 +165,12 @@ def listed_findings(
         )
 
 
-def _message(rule: str, score: str, values: Mapping[str, float]) -> str:
+def _message(rule: str, score: str, values: Mapping[str, float], leak_of: str | None) -> str:
     """The sentence of a rule, with the numbers that matter for it. The sample's id is not in it: each format
     writes ids in its own form.
     """
+    if rule == "leak":
+        return f"{RULES[rule]}: {leak_of}"
     shown = [column for column in dict.fromkeys((score, "grad_norm", "loss")) if column in values]
     if rule == "outlier":
         shown += [column for column in ("p_value", "q_value") if column in values]

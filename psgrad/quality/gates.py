@@ -32,16 +32,21 @@ def evaluate(
     counts: Mapping[str, Mapping[str, int]],
     facts: OutlierFacts | None,
     samples: int,
+    *,
+    leaks: bool = True,
 ) -> list[GateOutcome]:
     """One outcome for each rule that the gate sets.
 
     `ordered` are the findings, the most severe first; `counts` counts them by rule and state. `facts` says
-    how samples were judged; None if that is not known, and then no verdict was possible. Ignored findings
+    how samples were judged; None if that is not known, and then no verdict was possible. `leaks` is whether
+    the run has looked for leaks of evaluation data. Ignored findings
     don't count; with `new_only` those of the baseline don't either.
     """
     outcomes = []
     if gate.nonfinite != "ignore":
         outcomes.append(_nonfinite(gate, _counted("nonfinite", gate, ordered, counts)))
+    if gate.max_leaks is not None:
+        outcomes.append(_leaks(gate.max_leaks, _counted("leak", gate, ordered, counts), leaks))
     limits: list[tuple[str, int, str]] = []
     if gate.max_outliers is not None:
         limits.append(("max_outliers", gate.max_outliers, ""))
@@ -91,6 +96,18 @@ def _nonfinite(gate: GateConfig, found: _Counted) -> GateOutcome:
     )
     message = f"{words}, and none may be. Next step: {step}"
     return GateOutcome("nonfinite", "failed", message, found.count, 0, found.prints)
+
+
+def _leaks(limit: int, found: _Counted, searched: bool) -> GateOutcome:
+    if not searched:
+        why = "the run has looked for no leaks. Next step: name the evaluation data as influence.queries, and"
+        message = f"{why} run psgrad analyze again"
+        return GateOutcome("max_leaks", "not evaluable", message, None, limit, found.prints)
+    words = f"{found.words('leak')} of evaluation data, and {limit:,} may be"
+    if found.count <= limit:
+        return GateOutcome("max_leaks", "passed", words, found.count, limit, found.prints)
+    message = f"{words}. Next step: take these rows out of the training data"
+    return GateOutcome("max_leaks", "failed", message, found.count, limit, found.prints)
 
 
 def _outliers(rule: str, limit: int, words: str, found: _Counted, facts: OutlierFacts) -> GateOutcome:
@@ -143,7 +160,7 @@ def undecided_rules(
         counts=OutlierCounts(samples=samples, tested=samples),
     )
     nothing = pd.DataFrame({name: pd.Series([], dtype=str) for name in ("rule", "state", "fingerprint")})
-    none = {rule: {NEW: 0, KNOWN: 0} for rule in ("nonfinite", "outlier")}
+    none = {rule: {NEW: 0, KNOWN: 0} for rule in ("nonfinite", "outlier", "leak")}
     for outcome in evaluate(gate, nothing, none, facts, samples):
         if outcome.outcome == "not evaluable":
             yield f"gate.{outcome.rule} can't be passed (exit code 4): {outcome.message}"

@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from psgrad.quality.findings import LEAK_OF
+from psgrad.quality.near_inputs import MOST, NEAR, nearest, usual_distance
 from psgrad.run.results import has_classes
 
 Array = npt.NDArray[Any]
 
 RARE = 0.1  # a class is rare below this part of an equal share
 WEAK = 0.75  # a group is weak whose mean confidence is below this part of that of all samples
-NEAR = 0.05  # samples are near duplicates whose distance is below this part of the median nearest one
 NOT_IID = 0.01  # the p-value of an order that is not one of independent draws
 _NEIGHBOURS, _PERMUTATIONS, _FEWEST = 10, 199, 30
-MOST = 50_000  # samples whose neighbours are searched
 _NEEDS = f"needs the measure projected_gradients, {_FEWEST} to {MOST:,} samples, and no gradient that is zero"
 
 
@@ -37,6 +37,30 @@ class IssueTable:
 
     samples: pd.DataFrame
     summary: pd.DataFrame
+
+
+@dataclass(frozen=True)
+class Leaks:
+    """of: [n] the id of the evaluation row whose input each sample nearly equals; empty where there is none.
+    distances: [n] to the nearest evaluation row, in usual distances of these.
+    """
+
+    of: Array
+    distances: Array
+
+
+def leaks_of(features: Array, evaluation: Array, ids: Array) -> Leaks:
+    """By the features of the samples [n, k] and of the evaluation rows [m, k], whose ids these are."""
+    finite, known = (np.isfinite(each).all(1) for each in (features, evaluation))
+    evaluation, ids = evaluation[known], ids[known]
+    if not len(evaluation):
+        return Leaks(np.full(len(features), "", dtype=object), np.full(len(features), np.inf))
+    usual, distances = usual_distance(evaluation), np.full(len(features), np.inf)
+    places = np.zeros(len(features), dtype=int)
+    distances[finite], places[finite] = nearest(features[finite], evaluation)
+    near = distances <= max(NEAR * usual, np.finfo(np.float32).eps * float(np.abs(evaluation).max()))
+    of = np.where(near, ids[places].astype(str), "").astype(object)
+    return Leaks(of, distances / max(usual, np.finfo(float).tiny))
 
 
 @dataclass(frozen=True)
@@ -57,6 +81,7 @@ def issue_table(
     features: Array | None = None,
     losses: Array | None = None,
     probabilities: Array | None = None,
+    leaks: Leaks | None = None,
 ) -> IssueTable:
     """The issues of a finished run.
 
@@ -66,6 +91,7 @@ def issue_table(
         features: [n, f] of their inputs, which no label is part of.
         losses: [n, t] at each checkpoint of the training, where the run has them.
         probabilities: [n, classes], of each class out of sample, where the data has them.
+        leaks: of evaluation data, where the config names some.
     """
     issues = [
         _label(samples, losses, probabilities),
@@ -75,6 +101,7 @@ def issue_table(
         _class_imbalance(samples),
         _underperforming_group(samples),
         _null(samples),
+        *([] if leaks is None else [_leak(leaks)]),
     ]
     columns: dict[str, Any] = {"id": samples["id"], "index": samples["index"]}
     for issue in issues:
@@ -251,6 +278,13 @@ def _null(samples: pd.DataFrame) -> _Issue:
     """Samples that can't be read, or whose loss or gradient is not finite."""
     flags = samples["status"].isin(["nonfinite", "skipped"]).to_numpy(bool)
     return _Issue("null", "the status of samples", flags, np.where(flags, 0.0, 1.0))
+
+
+def _leak(leaks: Leaks) -> _Issue:
+    """The score is the distance to the nearest evaluation row beside the usual distance between these."""
+    flags, words = leaks.of != "", "inputs of the evaluation data, influence.queries"
+    scores = np.where(flags, 0.0, _clipped(leaks.distances))
+    return _Issue("leak", words, flags, scores, {LEAK_OF: leaks.of})
 
 
 def _directions(projected: Array | None) -> Array | None:

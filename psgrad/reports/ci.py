@@ -178,6 +178,7 @@ SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sar
 _SARIF_LEVELS = {
     "nonfinite": "error",
     "outlier": "warning",
+    "leak": "warning",
     "zero-gradient": "warning",
     "changed-row": "warning",
     "review": "note",

@@ -27,8 +27,11 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_commit_of_a_checkout_and_whether_it_is_changed(tmp_path: Path) -> None:
+def test_the_commit_of_a_checkout_and_of_no_other_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     git(tmp_path, "init", "--quiet")
+    assert commit_of(tmp_path) is None  # no commit yet
     (tmp_path / "file").write_text("a")
     git(tmp_path, "add", "--all")
     git(tmp_path, "commit", "--quiet", "--message", "all")
@@ -37,18 +40,7 @@ def test_the_commit_of_a_checkout_and_whether_it_is_changed(tmp_path: Path) -> N
     assert commit_of(tmp_path) == commit
     (tmp_path / "file").write_text("b")
     assert commit_of(tmp_path) == f"{commit}-dirty"
-
-
-def test_no_commit_of_a_repository_that_is_another_one(tmp_path: Path) -> None:
-    git(tmp_path, "init", "--quiet")
-    git(tmp_path, "commit", "--quiet", "--allow-empty", "--message", "all")
     (tmp_path / "site-packages").mkdir()
-    assert commit_of(tmp_path / "site-packages") is None
-
-
-def test_no_commit_where_git_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    git(tmp_path, "init", "--quiet")
-    assert commit_of(tmp_path) is None  # no commit yet
-    git(tmp_path, "commit", "--quiet", "--allow-empty", "--message", "all")
-    monkeypatch.setenv("PATH", "")
+    assert commit_of(tmp_path / "site-packages") is None  # the repository is another one
+    monkeypatch.setenv("PATH", "")  # no git
     assert commit_of(tmp_path) is None

@@ -79,10 +79,29 @@ def test_folds_are_trained_without_their_rows_from_fresh_weights(workplace: Work
         np.testing.assert_allclose(issues["label_score"][left_out], wanted.detach(), rtol=1e-9)
     assert issues["label_score"][7] == 1
     for wrong, words in (
-        ("analyze={folds: 30}", "30 folds of 23 rows; expected at most one a row"),
-        ("analyze={folds: 3, probabilities: held}", "both folds and probabilities are given"),
-        ("analyze={folds: 1}", "analyze.folds"),
+        ("analyze.folds=30", "30 folds of 23 rows; expected at most one a row"),
+        ("analyze.probabilities=held", "both folds and probabilities are given"),
         ("data.weight=y", "models are not trained again on rows with weights"),
         ("loss=mse", "the loss mse has no classes"),
     ):
         workplace.analyze(*given, "--overwrite", "--set", wrong).refused(2, words)
+
+
+def test_leaks_of_evaluation_data_are_found_and_limited(workplace: Workplace) -> None:
+    x = workplace.arrays["x"]
+    asked = np.concatenate(
+        [np.random.default_rng(9).normal(size=(9, 4)), x[[4]], x[[11]] + 1e-5, [[np.nan] * 4]]
+    )
+    others = {"y": np.zeros(12, np.int64), "uid": [f"q{row}" for row in range(12)]}
+    np.savez(workplace.folder / "asked.npz", x=asked.astype(np.float32), **others)
+    weights = np.linspace(0.5, 2, len(x), dtype=np.float32)
+    workplace.save(x=np.where(np.arange(len(x))[:, None] == 20, np.nan, x), w=weights)
+    queries = ("--set", "influence={queries: {path: asked.npz}}", "--set", "data.weight=w", "--check")
+    for limit, given, code in ((0, (), 4), (1, queries, 1), (2, queries, 0)):
+        gate = f"gate={{nonfinite: ignore, max_leaks: {limit}}}"
+        assert workplace.analyze(*given, "--check", "--no-report", "--overwrite", "--set", gate).code == code
+    issues = pd.read_parquet(workplace.folder / "out" / "issues.parquet")
+    assert issues["leak_of"][issues["is_leak_issue"]].to_dict() == {4: "q9", 11: "q10"}
+    np.savez(workplace.folder / "asked.npz", x=asked[:, :3].astype(np.float32), **others)
+    wrong = workplace.analyze(*queries, "--overwrite")
+    wrong.refused(3, "the evaluation data", "expected [[4]], as in the training data")

@@ -18,6 +18,7 @@ from psgrad.wording import ShortRepr
 RULES: Mapping[str, str] = {
     "nonfinite": "the loss or the gradient of the sample is NaN or infinite",
     "outlier": "the sample is unlike the reference, at the false discovery rate that was asked for",
+    "leak": "the input is, or nearly equals, one of the evaluation data",
     "zero-gradient": "the gradient of the sample is exactly zero: it would not move the model",
     "changed-row": "the row was added or changed, and looks wrong by itself",
     "review": "among the samples to look at first; a list, not a verdict",

@@ -123,21 +123,18 @@ def test_ntk_each_output_and_chunks(n: int, outputs: int, chunk_size: int) -> No
     assert result.numbers["condition_number"] is None or n <= sum(p.numel() for p in model.parameters())
 
 
+def of_classes(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, **further: Any) -> Setting:
+    about = {"kind": "class", "targets": targets, "classes": 3, **further}
+    return setting_of(model, F.cross_entropy, (inputs,), targets, **about)
+
+
 def test_ntk_class_blocks_are_means_over_pairs() -> None:
     model, inputs, targets = (
         mlp(3),
         torch.randn(9, 3, dtype=torch.float64),
         torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 1]),
     )
-    setting = setting_of(
-        model,
-        lambda output, target: F.cross_entropy(output, target),
-        (inputs,),
-        targets,
-        kind="class",
-        targets=targets,
-        classes=3,
-    )
+    setting = of_classes(model, inputs, targets)
     table = found_of(setting).tables["classes"]
     rows = jacobians(model, (inputs,))
     kernel = np.einsum("icp,jcp->ij", rows, rows) / 3
@@ -234,17 +231,7 @@ def test_ntk_subsample_balanced_by_class() -> None:
     model, said = mlp(3), []
     targets = torch.tensor([0] * 30 + [1] * 5 + [2] * 2)
     inputs = torch.randn(37, 3, dtype=torch.float64)
-    setting = setting_of(
-        model,
-        lambda output, target: F.cross_entropy(output, target),
-        (inputs,),
-        targets,
-        kind="class",
-        targets=targets,
-        classes=3,
-        seed=4,
-        say=said.append,
-    )
+    setting = of_classes(model, inputs, targets, seed=4, say=said.append)
     result = found_of(setting, {"samples": 12})
     chosen = result.arrays["rows"]
     assert torch.bincount(targets[chosen]).tolist() == [5, 5, 2]
