@@ -11,7 +11,8 @@ to the next one (asymmetric).
 
 A network with one hidden layer of 64 is trained for 20 epochs on all rows with these labels; every second
 epoch is a checkpoint. `psgrad analyze` makes the issue table of the last one and of all ten. Out of sample
-are the probabilities of five networks, each trained without a fifth of the rows.
+are the probabilities of five networks, each trained without a fifth of the rows; psgrad's folds trains such
+networks by itself.
 
 `precision` is the average precision of a ranking. Of flags there are the share of them that is right, and the
 share of the changed labels that is flagged. Each is the mean over the seeds, with the smallest and largest.
@@ -48,6 +49,7 @@ PACKAGES = (
     ("xml",),
     ("json", "logging"),
 )
+OURS = ("checkpoints", "out of sample", "folds", "one model")
 NOISE = [(kind, share) for kind in ("symmetric", "asymmetric") for share in (0.03, 0.1)]
 MODEL = """from torch import nn
 
@@ -138,12 +140,15 @@ def tables(inputs: Array, labels: Array, classes: int, seed: int, folder: Path) 
         "output": str(folder / "run"),
     }
     over_checkpoints = {"measures": ["trajectory"], "checkpoints": paths}
+    train = {"optimizer": "adam", "epochs": EPOCHS, "batch_size": 64, "learning_rate": 3e-3}
+    config["influence"] = {"evaluate": {"train": train}}
     return {
         name: psgrad.analyze({**config, "analyze": part}, overwrite=True, report=False)
         for name, part in {
             "one model": {},
             "checkpoints": over_checkpoints,
             "out of sample": {"probabilities": "probabilities"},
+            "folds": {"folds": FOLDS, "seed": seed},
         }.items()
     } | {"probabilities": held.astype(float)}
 
@@ -156,19 +161,14 @@ def compared(found: dict[str, Any], labels: Array, wrong: Array) -> dict[str, di
     from cleanlab.rank import get_label_quality_scores
 
     samples, held = found["one model"].samples, found["probabilities"]
-    scores = {
-        name: found[name].issues["label_score"] for name in ("checkpoints", "out of sample", "one model")
-    }
+    scores = {name: found[name].issues["label_score"] for name in OURS}
     scores = {f"psgrad, {name}": -each.to_numpy() for name, each in scores.items()}
     scores |= {"loss": samples["loss"].to_numpy(), "norm": samples["grad_norm"].to_numpy()}
     scores["cross-validation, loss"] = -np.log(held[np.arange(len(labels)), labels] + 1e-12)
     for method in ("self_confidence", "normalized_margin", "confidence_weighted_entropy"):
         name = f"cleanlab, cross-validation, {method.replace('_', ' ')}"
         scores[name] = -get_label_quality_scores(labels, held, method=method)
-    flags = {
-        f"psgrad, {name}": found[name].issues["is_label_issue"].to_numpy()
-        for name in ("checkpoints", "out of sample", "one model")
-    }
+    flags = {f"psgrad, {name}": found[name].issues["is_label_issue"].to_numpy() for name in OURS}
     for rule in ("prune_by_noise_rate", "confident_learning"):
         name = f"cleanlab, cross-validation, {rule.replace('_', ' ')}"
         flags[name] = find_label_issues(labels, held, filter_by=rule, n_jobs=1)

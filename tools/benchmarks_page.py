@@ -139,7 +139,10 @@ def analyze() -> str:
             precision = {way: value[0] for way, value in scores["precision"].items()}
             ours = precision["psgrad, checkpoints"]
             cleanlab = max(value for way, value in precision.items() if way.startswith("cleanlab"))
-            others = [*(precision[way] for way in ("loss", "norm", "psgrad, out of sample")), cleanlab]
+            others = [
+                *(precision[way] for way in ("loss", "norm", "psgrad, folds", "psgrad, out of sample")),
+                cleanlab,
+            ]
             cells = [f"{ours:.3f}", *(marked(f"{other:.3f}", other > ours) for other in others)]
             rows.append(
                 [
@@ -149,11 +152,11 @@ def analyze() -> str:
                 ]
             )
     worse = sum("**" in "".join(row) for row in rows)
-    head = ["data, changed labels", "checkpoints", "loss", "norm", "cross-validation", "cleanlab"]
+    head = ["data, changed labels", "checkpoints", "loss", "norm", "folds", "cross-validation", "cleanlab"]
     return section(
         "`psgrad analyze`: wrong labels",
         "Average precision of scores of labels that were changed on purpose, mean of"
-        f" {len(found['seeds'])} seeds: psgrad's over checkpoints, loss, gradient norm, psgrad's and"
+        f" {len(found['seeds'])} seeds: psgrad's over checkpoints, loss, norm, psgrad's by folds, its and"
         " cleanlab's best with probabilities of cross-validation. Flags: the share that is right / the share"
         f" of changed labels that is flagged. Bold: better than over checkpoints, in {worse} of"
         f" {len(rows)} cases. The machine was not stored.\n\n{measures()}",
