@@ -58,11 +58,11 @@ def label_probabilities(run: Setup) -> Array | None:
 
 def leaks_in(setup: Setup, count: int) -> Leaks | None:
     """Which of the run's rows are in the evaluation data, influence.queries; None where the config names none
-    of its own, or there are more rows than are searched, or inputs that can't be compared. Raises ConfigError
+    of its own, or more rows than are searched, or where inputs can't be compared. Raises ConfigError
     where the evaluation data have other inputs.
     """
     queries = setup.config.influence.queries
-    if queries is None or queries.own_data is None or count > MOST:
+    if queries is None or queries.own_data is None:
         return None
     with errors_about("the evaluation data", "influence.queries"):
         samples = setup.other_samples(queries.own_data, weighted=False)
