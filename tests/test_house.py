@@ -64,15 +64,15 @@ RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functor
 # part of psgrad -> (its lines when this was written last, the goal). A part does not grow: what comes in
 # replaces something. Where a part has shrunk, its number is lowered. `psgrad review` (review*.py,
 # changed_rows.py, data_change.py, continued_training.py) raised seven goals by its lines, 1,754 in all;
-# `analyze.folds` (analyze_folds.py) raised two by 136, and leaks (near_inputs.py) three by 112.
+# `analyze.folds` (analyze_folds.py) raised two by 136, and leaks three by 99.
 LINES = {
     "cli": (2_151, 1_760),
-    "commands": (9_360, 6_063),
+    "commands": (9_358, 6_061),
     "run": (4_645, 4_100),
     "data": (4_987, 5_000),
     "models": (2_279, 2_000),
     "config": (2_360, 2_235),
-    "quality": (2_318, 2_032),
+    "quality": (2_307, 2_021),
     "reports": (4_755, 4_221),
     "engine/transforms": (16_116, 14_000),
     "engine/gradients": (6_282, 5_500),

@@ -42,8 +42,7 @@ from psgrad.engine.measures.builtin.projected_gradients import COLUMN as PROJECT
 from psgrad.errors import ConfigError, DistributedError
 from psgrad.quality.findings import LEAK_OF
 from psgrad.quality.gates import share_of
-from psgrad.quality.issues import IssueTable, Leaks, issue_table
-from psgrad.quality.near_inputs import MOST
+from psgrad.quality.issues import MOST, IssueTable, Leaks, issue_table
 from psgrad.run import RunFolder
 from psgrad.run.finished import ISSUE_SUMMARY, ISSUES, load_run
 from psgrad.run.identity import digest

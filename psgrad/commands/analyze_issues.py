@@ -15,8 +15,7 @@ from psgrad.data.derived import DrawnSamples
 from psgrad.data.sources.load import load_data
 from psgrad.engine.execution.loading import ChosenRows, Rows
 from psgrad.errors import ConfigError, DataError
-from psgrad.quality.issues import Leaks, leaks_of
-from psgrad.quality.near_inputs import MOST
+from psgrad.quality.issues import MOST, Leaks, leaks_of
 
 Array = npt.NDArray[Any]
 

@@ -19,7 +19,7 @@ from psgrad.data.reader import CheckedReader, digests
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.method import row_norms
 from psgrad.quality.changed_rows import NO_ROW, Measured, RowContents, Suspicion, changed_rows, suspicion
-from psgrad.quality.near_inputs import MOST
+from psgrad.quality.issues import MOST
 from psgrad.ragged import Block
 from psgrad.run.results import TopSample
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.quality.conformal import p_values
-from psgrad.quality.near_inputs import NEAR, nearest, usual_distance
+from psgrad.quality.issues import NEAR, nearest, usual_distance
 from psgrad.run.results.review import SUSPECT
 
 Array = npt.NDArray[Any]

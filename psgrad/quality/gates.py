@@ -13,7 +13,7 @@ from psgrad.config import GateConfig
 from psgrad.config.analysis import OutlierConfig
 from psgrad.quality.conformal import resolution, resolution_words
 from psgrad.quality.findings import KNOWN, NEW
-from psgrad.quality.near_inputs import MOST
+from psgrad.quality.issues import MOST
 from psgrad.quality.references import ALL
 from psgrad.run.results import GateOutcome
 from psgrad.run.results.check import FINDINGS_OF_A_GATE

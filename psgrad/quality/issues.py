@@ -16,13 +16,14 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.quality.findings import LEAK_OF
-from psgrad.quality.near_inputs import MOST, NEAR, nearest, usual_distance
 from psgrad.run.results import has_classes
 
 Array = npt.NDArray[Any]
 
 RARE = 0.1  # a class is rare below this part of an equal share
 WEAK = 0.75  # a group is weak whose mean confidence is below this part of that of all samples
+NEAR = 0.05  # rows nearly agree whose distance is below this part of the usual distance to the nearest one
+MOST = 50_000  # rows whose neighbours are searched
 NOT_IID = 0.01  # the p-value of an order that is not one of independent draws
 _NEIGHBOURS, _PERMUTATIONS, _FEWEST = 10, 199, 30
 _NEEDS = f"needs the measure projected_gradients, {_FEWEST} to {MOST:,} samples, and no gradient that is zero"
@@ -285,6 +286,27 @@ def _leak(leaks: Leaks) -> _Issue:
     flags, words = leaks.of != "", "inputs of the evaluation data, influence.queries"
     scores = np.where(flags, 0.0, _clipped(leaks.distances))
     return _Issue("leak", words, flags, scores, {LEAK_OF: leaks.of})
+
+
+def usual_distance(points: Array) -> float:
+    """The median distance of a point [n, k] to the nearest other one; 0 for a single one."""
+    if len(points) < 2:
+        return 0.0
+    from sklearn.neighbors import NearestNeighbors
+
+    return float(np.median(NearestNeighbors(n_neighbors=2).fit(points).kneighbors(points)[0][:, 1]))
+
+
+def nearest(points: Array, others: Array) -> tuple[Array, Array]:
+    """([n] the distance of each point to the nearest of the others, [n] its place among them). Infinite, and
+    0, where there are no others.
+    """
+    if not len(points) or not len(others):
+        return np.full(len(points), np.inf), np.zeros(len(points), dtype=int)
+    from sklearn.neighbors import NearestNeighbors
+
+    distances, places = NearestNeighbors(n_neighbors=1).fit(others).kneighbors(points)
+    return distances[:, 0], places[:, 0]
 
 
 def _directions(projected: Array | None) -> Array | None:
