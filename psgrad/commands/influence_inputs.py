@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,6 +23,7 @@ from psgrad.data.reader import CheckedReader
 from psgrad.data.rows import Samples
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import ChosenRows
+from psgrad.engine.execution.objective import BY_POSITION, Forward
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.errors import ConfigError
 from psgrad.models.factory import load_model
@@ -45,9 +47,20 @@ def first_run(config: Config, processes: Processes) -> Setup:
     return run
 
 
+class CalledModel(nn.Module):
+    """A model that is called as the config says, with what the loss reads for its output."""
+
+    def __init__(self, model: nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.model, self.how = model, forward
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.how(self.model, *inputs)
+
+
 def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
     """seed -> a model with fresh weights, never a copy of the trained one. Those of its parameters are
-    trained that the factory left so.
+    trained that the factory left so. It takes its inputs by position, and returns what the loss reads.
     """
     if config.model.pretrained is not None and not (config.model.checkpoint or config.influence.checkpoints):
         raise ConfigError(
@@ -57,8 +70,9 @@ def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
     bare = config.model.model_copy(update={"checkpoint": None})
 
     def fresh(seed: int) -> nn.Module:
-        loaded = load_model(bare, config.base)
-        return loaded.model.to(run.device, run.dtype)
+        model = load_model(bare, config.base).model.to(run.device, run.dtype)
+        how = replace(run.forward, weighted=False)  # a trainer knows no weights
+        return model if how == BY_POSITION else CalledModel(model, how)
 
     return fresh
 

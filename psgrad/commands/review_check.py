@@ -9,14 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from scipy.stats import spearmanr
-from torch import nn
 
+from psgrad.commands.influence_inputs import CalledModel
 from psgrad.commands.influence_setup import InfluenceSetup
 from psgrad.commands.review_prediction import Prediction, Scalar
 from psgrad.data.reader import CheckedReader
-from psgrad.engine.execution.objective import Forward
 from psgrad.engine.influence.evaluation.continued_training import MeasuredChange, measured_change
 from psgrad.engine.influence.evaluation.jobs import LoadedRows, Recipe
 from psgrad.errors import InfluenceError, ModelError
@@ -26,17 +24,6 @@ from psgrad.run.run import Run
 
 _SEEDS = 4  # trainings of each version of the data
 _NEWTON_UP_TO = 5000  # parameters
-
-
-class _Called(nn.Module):
-    """A model that is called as the config says, with what the loss reads for its output."""
-
-    def __init__(self, model: nn.Module, forward: Forward) -> None:
-        super().__init__()
-        self.model, self.how = model, forward
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.how(self.model, *inputs)
 
 
 def training_on(
@@ -70,7 +57,7 @@ def training_on(
     whole = replace(view.training, rows=before)
     try:
         measured = measured_change(
-            _Called(view.training.objective.model, setup.run.forward),
+            CalledModel(view.training.objective.model, setup.run.forward),
             LoadedRows.of(whole),
             LoadedRows.of(view.training),
             LoadedRows.of(view.queries),

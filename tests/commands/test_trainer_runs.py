@@ -241,6 +241,10 @@ def test_influence_evaluation_of_a_model_without_the_weights_that_training_began
     config = load_config(write(trained, tmp_path / "out"))
     with pytest.raises(ConfigError, match="would be trained again from the trained weights"):
         fresh_models(config, None)  # type: ignore[arg-type]
+    sections = {"analyze": {"folds": 2}, "influence": {"evaluate": {"train": {"epochs": 2}}}}
+    model = {**CONFIG["model"], "checkpoint": "run/checkpoint-4"}
+    found = psgrad.analyze(write(trained, tmp_path / "folds", model=model, **sections), report=False)
+    assert "out of sample" in str(found.issue_summary)
 
 
 # -- The order of steps --------------------------------------------------------------------------------------

@@ -51,17 +51,15 @@ def test_gate_max_fraction() -> None:
     assert outcomes(frame, GateConfig(max_fraction=0.289))["max_fraction"].outcome == "failed"
 
 
-def test_gate_without_reference_not_evaluable() -> None:
-    outcome = outcomes(table(listed=(3,)), GateConfig(max_outliers=5), NO_REFERENCE)["max_outliers"]
+@pytest.mark.parametrize(
+    ("facts", "why", "step"),
+    [(NO_REFERENCE, "there is no reference", "analyze.outliers.reference"), (None, "and no verdict", "")],
+)
+def test_gate_without_reference_not_evaluable(facts: dict[str, Any] | None, why: str, step: str) -> None:
+    outcome = outcomes(table(listed=(3,)), GateConfig(max_outliers=5), facts)["max_outliers"]
     assert (outcome.outcome, outcome.found) == ("not evaluable", None)
-    assert "there is no reference" in outcome.message
-    assert "Next step: give analyze.outliers.reference" in outcome.message
-
-
-def test_gate_of_a_run_that_says_nothing_of_outliers_not_evaluable() -> None:
-    outcome = outcomes(table(listed=(3,)), GateConfig(max_outliers=5), None)["max_outliers"]
-    assert (outcome.outcome, outcome.found) == ("not evaluable", None)
-    assert "a review list, and no verdict" in outcome.message
+    assert why in outcome.message
+    assert f"Next step: give {step}" in outcome.message
 
 
 def test_gate_small_reference_not_evaluable() -> None:
@@ -74,20 +72,15 @@ def test_gate_small_reference_not_evaluable() -> None:
     assert "lets 19 outliers pass" in small.message
     assert outcomes(table(8000), GateConfig(max_outliers=19), facts)["max_outliers"].outcome == "passed"
     # What is flagged beyond the limit is flagged.
-    assert (
-        outcomes(table(8000, listed=tuple(range(30))), GateConfig(max_outliers=5), facts)[
-            "max_outliers"
-        ].outcome
-        == "failed"
-    )
+    listed = table(8000, listed=tuple(range(30)))
+    assert outcomes(listed, GateConfig(max_outliers=5), facts)["max_outliers"].outcome == "failed"
 
 
 def test_gate_small_reference_with_baseline() -> None:
     facts = {**REFERENCE, "smallest_flaggable": 20}
     frame = table(100, listed=tuple(range(25)))
-    rows = mark_known(
-        named(frame), Baseline(tuple(Known(each, "outlier", "") for each in named(frame)["fingerprint"]))
-    )
+    known = tuple(Known(each, "outlier", "") for each in named(frame)["fingerprint"])
+    rows = mark_known(named(frame), Baseline(known))
     gate = GateConfig(max_outliers=0, baseline=Path("b.json"))
     assert outcomes(frame, gate, facts, rows)["max_outliers"].outcome == "passed"
     assert outcomes(table(100), gate, facts)["max_outliers"].outcome == "not evaluable"

@@ -97,35 +97,24 @@ def test_label_issues_out_of_sample_are_cleanlabs() -> None:
         assert ours["is_label_issue"].tolist() == theirs.tolist()
 
 
-def test_near_duplicates_with_different_labels_are_found_by_inputs_and_come_first() -> None:
+def test_near_duplicates_come_in_sets_and_first_those_with_different_labels_found_by_inputs() -> None:
     draw = np.random.default_rng(0)
     points, features = draw.normal(size=(200, 16)), draw.normal(size=(200, 8))
-    points[199] = points[40]
-    features[150] = features[3] + 1e-4
-    probabilities, given, _ = noisy(200)
-    given[3], given[150], given[40], given[199] = 0, 1, 2, 2
-    issues = issue_table(samples_of(probabilities, given), points, features)
-    found = issues.samples[issues.samples["is_near_duplicate_issue"]].set_index("index")
-    assert found["near_duplicate_set"].to_dict() == {3: 0, 150: 0, 40: 1, 199: 1}
-    assert found["near_duplicate_labels_differ"].tolist() == [True, False, True, False]
-    assert found["near_duplicate_score"][[3, 150]].tolist() == [0, 0]
-    made_of = issues.summary.set_index("issue").loc["near_duplicate", "made_of"]
-    assert "2 samples are in sets with different labels" in made_of
-
-
-def test_near_duplicates_come_in_sets() -> None:
-    draw = np.random.default_rng(0)
-    points = draw.normal(size=(200, 16))
     points[[150, 151]] = points[3] * 1.0001 + 1e-4
     points[199] = points[40]
+    features[120] = features[60] + 1e-4
     probabilities, given, _ = noisy(200)
-    issues = issue_table(samples_of(probabilities, given), points).samples
-    found = issues[issues["is_near_duplicate_issue"]]
-    assert found["index"].tolist() == [3, 40, 150, 151, 199]
-    sets = found.set_index("index")["near_duplicate_set"]
-    assert sets[3] == sets[150] == sets[151] != sets[40] == sets[199]
-    assert (issues["near_duplicate_set"] == -1).sum() == 195
-    assert found["near_duplicate_score"].max() < issues["near_duplicate_score"].median()
+    given[60], given[120], given[[3, 150, 151, 40, 199]] = 0, 1, 2
+    issues = issue_table(samples_of(probabilities, given), points, features)
+    found = issues.samples[issues.samples["is_near_duplicate_issue"]].set_index("index")
+    assert found["near_duplicate_set"].tolist() == [1, 2, 0, 0, 1, 1, 2]
+    assert found.index.tolist() == [3, 40, 60, 120, 150, 151, 199]
+    assert (issues.samples["near_duplicate_set"] == -1).sum() == 193
+    assert found.index[found["near_duplicate_labels_differ"]].tolist() == [60, 120]
+    assert found["near_duplicate_score"][[60, 120]].tolist() == [0, 0]
+    assert found["near_duplicate_score"].max() < issues.samples["near_duplicate_score"].median()
+    made_of = issues.summary.set_index("issue").loc["near_duplicate", "made_of"]
+    assert "2 samples are in sets with different labels" in made_of
 
 
 @pytest.mark.parametrize("sorted_by_group", [False, True])
