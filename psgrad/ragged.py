@@ -42,6 +42,10 @@ class RaggedAxes:
         """These axes for a block with another target, which is not ragged."""
         return self._mapped(lambda each, none: (*each[:-1], none))
 
+    def of_first(self, inputs: int) -> RaggedAxes:
+        """These axes for a block with this number of its inputs, and no target."""
+        return self._mapped(lambda each, none: (*each[:inputs], none))
+
     def grouped(self) -> RaggedAxes:
         """These axes for tensors with one more axis in front of their own."""
         return replace(
@@ -137,6 +141,12 @@ class Block:
         """This block with more inputs, [n, ...] each, which are not ragged."""
         ragged = None if self.ragged is None else self.ragged.around(len(before), len(after))
         return Block((*before, *self.inputs, *after), self.target, self.lengths, ragged)
+
+    def inputs_alone(self, weighted: bool) -> Block:
+        """This block without its target, and without its last input where that is a weight."""
+        inputs = self.inputs[: -1 if weighted else None]
+        ragged = None if self.ragged is None else self.ragged.of_first(len(inputs))
+        return Block(inputs, None, self.lengths, ragged)
 
     def with_target(self, target: Tensor | None) -> Block:
         """This block with another target, [n, ...], which is not ragged."""

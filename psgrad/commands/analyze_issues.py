@@ -12,10 +12,12 @@ import numpy.typing as npt
 from psgrad.commands.class_names import errors_about
 from psgrad.commands.setup import Setup
 from psgrad.data.derived import DrawnSamples
+from psgrad.data.reader import digests
 from psgrad.data.sources.load import load_data
 from psgrad.engine.execution.loading import ChosenRows, Rows
 from psgrad.errors import ConfigError, DataError
-from psgrad.quality.issues import MOST, Leaks, leaks_of
+from psgrad.quality.issues import MOST, Leaks, copies_of, leaks_of
+from psgrad.ragged import Block
 
 Array = npt.NDArray[Any]
 
@@ -56,24 +58,43 @@ def label_probabilities(run: Setup) -> Array | None:
 
 
 def leaks_in(setup: Setup, count: int) -> Leaks | None:
-    """Which of the run's rows are in the evaluation data, influence.queries; None where the config names none
-    of its own, or more rows than are searched, or where inputs can't be compared. Raises ConfigError
-    where the evaluation data have other inputs.
+    """Which of the run's rows are in the evaluation data, influence.queries: near duplicates, or copies alone
+    where there are more evaluation rows than are searched, or inputs that have no features. None where the
+    config names none of its own. Raises DataError where the evaluation data have other inputs.
     """
     queries = setup.config.influence.queries
     if queries is None or queries.own_data is None:
         return None
     with errors_about("the evaluation data", "influence.queries"):
         samples = setup.other_samples(queries.own_data, weighted=False)
-        shapes = [list(x.shape[1:]) for x in samples.take([0]).inputs]
-        expected = [list(x.shape[1:]) for x in setup.samples.take([0]).inputs][: len(shapes)]
-        if samples.ragged is None and shapes != expected:
-            raise DataError(f"inputs of the shapes {shapes}; expected {expected}, as in the training data")
-    if len(samples) > MOST:
-        return None
-    own = input_features(ChosenRows(setup.reader, range(count)), setup.samples.weighted)
-    others = input_features(samples)
-    return None if own is None or others is None else leaks_of(own, others, samples.ids)
+        shapes, expected = (
+            _shapes(each.take([0]).inputs_alone(each.weighted)) for each in (samples, setup.samples)
+        )
+        if shapes != expected:
+            raise DataError(f"inputs of {shapes}; expected {expected}, as in the training data")
+    rows, weighted = ChosenRows(setup.reader, range(count)), setup.samples.weighted
+    if len(samples) <= MOST:
+        own, others = input_features(rows, weighted), input_features(samples)
+        if own is not None and others is not None:
+            return leaks_of(own, others, samples.ids)
+    return copies_of(_prints(rows, weighted), _prints(samples), samples.ids)
+
+
+def _shapes(block: Block) -> str:
+    kinds = [f"{'' if each.is_floating_point() else 'whole '}numbers" for each in block.inputs]
+    shapes = [list(each.shape[1:]) if block.ragged is None else "" for each in block.inputs]
+    return " and ".join(f"{kind} {shape}".strip() for kind, shape in zip(kinds, shapes, strict=True))
+
+
+def _prints(rows: Rows, weighted: bool = False) -> list[str]:
+    """A digest of the inputs of each row; empty where these are not finite."""
+    found: list[str] = []
+    for start in range(0, len(rows), _ROWS):
+        block = rows.take(range(start, min(start + _ROWS, len(rows)))).inputs_alone(weighted)
+        finite = [each.isfinite().flatten(1).all(1).tolist() for each in block.inputs]
+        every = map(all, zip(*finite, strict=True))
+        found += [own if known else "" for own, known in zip(digests(block), every, strict=True)]
+    return found
 
 
 def input_features(rows: Rows, weighted: bool = False) -> Array | None:

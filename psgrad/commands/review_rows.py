@@ -41,9 +41,7 @@ def _contents(reader: CheckedReader, with_ids: bool) -> RowContents:
     for start in range(0, len(reader.samples), _BLOCK):
         block = reader.take(range(start, min(start + _BLOCK, len(reader.samples))))
         whole += digests(block)
-        parts["input"] += digests(
-            replace(block, inputs=block.inputs[: -1 if weighted else None], target=None)
-        )
+        parts["input"] += digests(block.inputs_alone(weighted))
         if block.target is not None and block.target.dim() == 1:
             parts["label"] += digests(Block((block.target,), None))
         if weighted:

@@ -28,7 +28,7 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients.machine import device_name
 from psgrad.errors import ConfigError, DistributedError, OutputError, OutputExistsError
 from psgrad.run.folders import RunFolder, manifest_of
-from psgrad.run.identity import differences, lines_of, require_same, settings_of
+from psgrad.run.identity import differences, flattened, lines_of, require_same, settings_of
 from psgrad.run.results.manifest import DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
 from psgrad.run.run import now
 from psgrad.user_code import module_of
@@ -136,8 +136,22 @@ def identity(run: Setup, count: int, *, parts: int | None = None, all_rows: bool
         "the device that computes": run.device.type,
         "versions": {"psgrad": __version__, "torch": torch.__version__},
         **drawn,
+        **_of_issue_table(run.config),
         **({} if parts is None else {NUMBER_OF_PARTS: parts}),
     }
+
+
+def _of_issue_table(config: Config) -> dict[str, Any]:
+    """What the issue table depends on besides the rows: the evaluation data, and models trained on folds."""
+    queries, folds = config.influence.queries, config.analyze.folds
+    own, found = None if queries is None else queries.own_data, dict[str, Any]()
+    if own is not None:
+        found |= flattened({"influence.queries": own.model_dump(mode="json")})
+        found["influence.queries (their content)"] = hashes_of_files(own, config.base)
+    if folds is not None:
+        train = config.influence.evaluate.train.model_dump(mode="json", exclude={"together"})
+        found |= flattened({"analyze.folds": folds, "influence.evaluate.train": train})
+    return found
 
 
 def measure_specs(config: Config) -> list[str]:

@@ -157,7 +157,11 @@ def listed_findings(
             fingerprint=str(row.fingerprint),
             message=_message(str(row.rule), score, values, leaks[place]),
             location=Location(location.path, lines.get(index, location.line)),
-            reasons=tuple(part for part in (reasons[place] or "").split("; ") if part),
+            reasons=(
+                (f"evaluation row {leaks[place]}",)
+                if row.rule == "leak"
+                else tuple(part for part in (reasons[place] or "").split("; ") if part)
+            ),
             group=groups[place],
             values={column: value if math.isfinite(value) else None for column, value in values.items()},
             state=row.state,  # type: ignore[arg-type]
@@ -170,7 +174,7 @@ def _message(rule: str, score: str, values: Mapping[str, float], leak_of: str | 
     writes ids in its own form.
     """
     if rule == "leak":
-        return f"{RULES[rule]}: {leak_of}"
+        return f"{RULES[rule]}: evaluation row {leak_of}"
     shown = [column for column in dict.fromkeys((score, "grad_norm", "loss")) if column in values]
     if rule == "outlier":
         shown += [column for column in ("p_value", "q_value") if column in values]

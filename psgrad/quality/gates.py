@@ -13,7 +13,6 @@ from psgrad.config import GateConfig
 from psgrad.config.analysis import OutlierConfig
 from psgrad.quality.conformal import resolution, resolution_words
 from psgrad.quality.findings import KNOWN, NEW
-from psgrad.quality.issues import MOST
 from psgrad.quality.references import ALL
 from psgrad.run.results import GateOutcome
 from psgrad.run.results.check import FINDINGS_OF_A_GATE
@@ -101,7 +100,7 @@ def _nonfinite(gate: GateConfig, found: _Counted) -> GateOutcome:
 
 def _leaks(limit: int, found: _Counted, searched: bool) -> GateOutcome:
     if not searched:
-        step = f"name the evaluation data, of at most {MOST:,} rows, as influence.queries, and analyze again"
+        step = "name the evaluation data as influence.queries, and run psgrad analyze again"
         message = f"the run has looked for no leaks. Next step: {step}"
         return GateOutcome("max_leaks", "not evaluable", message, None, limit, found.prints)
     words = f"{found.words('leak')} of evaluation data, and {limit:,} may be"

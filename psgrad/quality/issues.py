@@ -7,7 +7,7 @@ is left out of the table, and the summary says what would give it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,16 @@ def leaks_of(features: Array, evaluation: Array, ids: Array) -> Leaks:
     distances[finite], places[finite] = nearest(features[finite], evaluation)
     near = distances <= max(NEAR * usual, np.finfo(np.float32).eps * float(np.abs(evaluation).max()))
     of = np.where(near, ids[places].astype(str), "").astype(object)
-    return Leaks(of, distances / max(usual, np.finfo(float).tiny))
+    return Leaks(of, distances / usual if usual else np.where(near, 0.0, np.inf))
+
+
+def copies_of(prints: Sequence[str], evaluation: Sequence[str], ids: Array) -> Leaks:
+    """By digests of the inputs of the samples and of the evaluation rows, whose ids these are; nothing is a
+    copy of an empty one.
+    """
+    known = dict(zip(evaluation, ids.astype(str).tolist(), strict=True)) | {"": ""}
+    of = np.array([known.get(each, "") for each in prints], dtype=object)
+    return Leaks(of, np.where(of != "", 0.0, np.inf))
 
 
 @dataclass(frozen=True)
@@ -284,6 +293,8 @@ def _null(samples: pd.DataFrame) -> _Issue:
 def _leak(leaks: Leaks) -> _Issue:
     """The score is the distance to the nearest evaluation row beside the usual distance between these."""
     flags, words = leaks.of != "", "inputs of the evaluation data, influence.queries"
+    if not np.isfinite(leaks.distances[~flags]).any() and not flags.all():
+        words += ": copies alone, as near duplicates can't be searched"
     scores = np.where(flags, 0.0, _clipped(leaks.distances))
     return _Issue("leak", words, flags, scores, {LEAK_OF: leaks.of})
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pytest
 import torch
-from sklearn.model_selection import StratifiedKFold
+from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 from torch import nn
 
 from psgrad.commands.analyze_issues import input_features
@@ -60,25 +61,32 @@ def test_probabilities_of_a_column_find_the_labels_and_are_checked(workplace: Wo
 def test_folds_are_trained_without_their_rows_from_fresh_weights(workplace: Workplace) -> None:
     inputs = torch.from_numpy(workplace.arrays["x"]).double()
     target = torch.from_numpy(workplace.arrays["y"])
-    workplace.save(x=np.where(np.arange(len(inputs))[:, None] == 7, np.nan, workplace.arrays["x"]))
+    unread, sources = np.arange(len(inputs)) == 7, np.arange(len(target)) // 4
+    workplace.save(x=np.where(unread[:, None], np.nan, workplace.arrays["x"]), source=sources)
     train = "influence={evaluate: {train: {optimizer: sgd, epochs: 9, batch_size: 64, learning_rate: 0.5}}}"
     given = ("--set", "analyze.folds=3", "--set", train, "--set", "engine.dtype=float64", "--no-report")
-    assert workplace.analyze(*given).code == 0
-    issues = pd.read_parquet(workplace.folder / "out" / "issues.parquet")
-    known = np.delete(np.arange(len(target)), 7)
-    folds = StratifiedKFold(3, shuffle=True, random_state=0).split(known, target[known])
-    for rows, left_out in ((known[one], known[other]) for one, other in folds):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
-        optimizer = torch.optim.SGD(model.parameters(), 0.5)
-        for _ in range(9):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs[rows]), target[rows]).backward()
-            optimizer.step()
-        wanted = model(inputs[left_out]).softmax(1)[range(len(left_out)), target[left_out]]
-        np.testing.assert_allclose(issues["label_score"][left_out], wanted.detach(), rtol=1e-9)
-    assert issues["label_score"][7] == 1
+    known, grouped = np.delete(np.arange(len(target)), 7), ("--set", "analyze.outliers={group_by: source}")
+    of_groups = (StratifiedGroupKFold, sources[known], grouped)
+    for kind, groups, options in ((StratifiedKFold, None, ()), of_groups):
+        assert workplace.analyze(*given, *options, "--overwrite").code == 0
+        issues = pd.read_parquet(workplace.folder / "out" / "issues.parquet")
+        folds = kind(3, shuffle=True, random_state=0).split(known, target[known], groups)
+        for rows, left_out in ((known[one], known[other]) for one, other in folds):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+            optimizer = torch.optim.SGD(model.parameters(), 0.5)
+            for _ in range(9):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs[rows]), target[rows]).backward()
+                optimizer.step()
+            wanted = model(inputs[left_out]).softmax(1)[range(len(left_out)), target[left_out]]
+            np.testing.assert_allclose(issues["label_score"][left_out], wanted.detach(), rtol=1e-9)
+        assert issues["label_score"][7] == 1
+    resumed = workplace.analyze(*given, *grouped, "--resume", "--set", "analyze.folds=2")
+    resumed.refused(2, "analyze.folds was 3 and is 2")
     for wrong, words in (
+        ("analyze={folds: 7, outliers: {group_by: source}}", "7 folds of 6 groups by source"),
+        ("analyze.folds=20", "20 folds, and no label has more than"),
         ("analyze.folds=30", "30 folds of 23 rows; expected at most one a row"),
         ("analyze.probabilities=held", "both folds and probabilities are given"),
         ("data.weight=y", "models are not trained again on rows with weights"),
@@ -87,7 +95,9 @@ def test_folds_are_trained_without_their_rows_from_fresh_weights(workplace: Work
         workplace.analyze(*given, "--overwrite", "--set", wrong).refused(2, words)
 
 
-def test_leaks_of_evaluation_data_are_found_and_limited(workplace: Workplace) -> None:
+def test_leaks_of_evaluation_data_are_found_and_limited(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = workplace.arrays["x"]
     asked = np.concatenate(
         [np.random.default_rng(9).normal(size=(9, 4)), x[[4]], x[[11]] + 1e-5, [[np.nan] * 4]]
@@ -102,6 +112,15 @@ def test_leaks_of_evaluation_data_are_found_and_limited(workplace: Workplace) ->
         assert workplace.analyze(*given, "--check", "--no-report", "--overwrite", "--set", gate).code == code
     issues = pd.read_parquet(workplace.folder / "out" / "issues.parquet")
     assert issues["leak_of"][issues["is_leak_issue"]].to_dict() == {4: "q9", 11: "q10"}
-    np.savez(workplace.folder / "asked.npz", x=asked[:, :3].astype(np.float32), **others)
-    wrong = workplace.analyze(*queries, "--overwrite")
-    wrong.refused(3, "the evaluation data", "expected [[4]], as in the training data")
+    assert "row-04: the input is" in workplace.command("check", "out", "--format", "github").out
+    assert "evaluation row q9" in workplace.command("check", "out").out
+    monkeypatch.setattr("psgrad.commands.analyze_issues.MOST", 10)
+    assert workplace.analyze(*queries, "--overwrite", "--no-report", "--set", gate).code == 0
+    issues = pd.read_parquet(workplace.folder / "out" / "issues.parquet")
+    assert issues["leak_of"][issues["is_leak_issue"]].to_dict() == {4: "q9"}
+    for inputs, kind in ((asked[:, :3] + 0.5, "numbers [3]"), (x.astype(int), "whole numbers [4]")):
+        np.savez(workplace.folder / "asked.npz", x=inputs[:12], **others)
+        wrong = workplace.analyze(*queries, "--overwrite")
+        wrong.refused(3, f"inputs of {kind}; expected numbers [4], as in the training data")
+    np.savez(workplace.folder / "asked.npz", x=asked[::-1].astype(np.float32), **others)
+    workplace.analyze(*queries, "--resume", "--set", gate).refused(2, "influence.queries (their content) was")
