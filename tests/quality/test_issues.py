@@ -115,6 +115,8 @@ def test_near_duplicates_come_in_sets_and_first_those_with_different_labels_foun
     assert found["near_duplicate_score"].max() < issues.samples["near_duplicate_score"].median()
     made_of = issues.summary.set_index("issue").loc["near_duplicate", "made_of"]
     assert "2 samples are in sets with different labels" in made_of
+    alone = issue_table(samples_of(probabilities, given), points).samples.query("is_near_duplicate_issue")
+    assert alone["index"].tolist() == [3, 40, 150, 151, 199]  # without features of inputs
 
 
 @pytest.mark.parametrize("sorted_by_group", [False, True])
