@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 import pandas as pd
 
-from psgrad.commands.analyze_issues import input_features, label_probabilities, leaks_in
+from psgrad.commands.analyze_issues import evaluation_data, input_features, label_probabilities, leaks_in
 from psgrad.commands.analyze_passes import Measured, Passes
 from psgrad.commands.analyze_tables import (
     content_of_made,
@@ -27,6 +27,7 @@ from psgrad.commands.run_manifest import (
     describe_run,
     folder_of_parts,
     identity,
+    issue_table_settings,
     measure_specs,
     reopen,
     require_judged_alike,
@@ -119,7 +120,7 @@ def analyze(
         if processes.size > 1 or part is not None:
             require_mergeable(every)
         _require_same_rows(setup, count, processes)
-        leaks = leaks_in(setup, count) if part is None and processes.leads else None
+        evaluation = evaluation_data(setup) if part is None and processes.leads else None
     passes = Passes(setup, setting, every, run)
     if part is None and not processes.leads:
         _follow(passes, run)
@@ -134,6 +135,7 @@ def analyze(
             describe_run("analyze", setup, setup.stream(setting.say), measure_specs(config)),
             identity=now,
             run=digest(now),
+            issue_table=issue_table_settings(config) or None,
             limit=limit,
             sampled_by=config.analyze.seed if sample else None,
         )
@@ -150,7 +152,12 @@ def analyze(
             require_unchanged(setup.samples.stamps)
         with run.clock("tables"):
             judged = rule.judge(measured)
-            if leaks is not None:
+            rows, leaks, features = ChosenRows(setup.reader, range(count)), None, None
+            weighted = setup.samples.weighted
+            if evaluation is not None or (PROJECTED in measured.rows and count <= MOST):
+                features = input_features(rows, weighted)  # the inputs are read once more
+            if evaluation is not None:
+                leaks = leaks_in(rows, weighted, features, evaluation)
                 judged = replace(judged, frame=judged.frame.assign(**{LEAK_OF: leaks.of}))
             norms = next(each for each in every if isinstance(each, GradientNorms))
             parameters = parameter_table(norms, setup.objective.params)
@@ -163,7 +170,7 @@ def analyze(
                 from psgrad.commands.analyze_folds import fold_probabilities
 
                 probabilities = fold_probabilities(setup, judged.frame, run)
-            issues = _issues(setup, judged.frame, measured, results, probabilities, leaks)
+            issues = _issues(judged.frame, measured, results, features, probabilities, leaks)
             folder.finish_samples(judged.frame)
             folder.write_table("parameters.parquet", parameters)
             folder.write_measures(results)
@@ -227,19 +234,15 @@ def _require_same_rows(setup: Setup, count: int, processes: Processes) -> None:
 
 
 def _issues(
-    setup: Setup,
     frame: pd.DataFrame,
     measured: Measured,
     results: dict[str, MeasureResult],
+    features: npt.NDArray[Any] | None,
     probabilities: npt.NDArray[Any] | None,
     leaks: Leaks | None,
 ) -> IssueTable:
-    """The issue table; the inputs are read once more where near duplicates are looked for."""
-    projected, features = None, None
-    if PROJECTED in measured.rows:
-        projected = measured.rows[PROJECTED].double().numpy()
-        if len(frame) <= MOST:
-            features = input_features(ChosenRows(setup.reader, range(len(frame))), setup.samples.weighted)
+    """The issue table of a run. features: of the inputs; None where nothing is searched by them."""
+    projected = measured.rows[PROJECTED].double().numpy() if PROJECTED in measured.rows else None
     history = results.get("trajectory")
     losses = None if history is None else history.arrays.get("loss")
     held = None if probabilities is None else probabilities[: len(frame)]

@@ -13,8 +13,9 @@ from psgrad.commands.class_names import errors_about
 from psgrad.commands.setup import Setup
 from psgrad.data.derived import DrawnSamples
 from psgrad.data.reader import digests
+from psgrad.data.rows import Samples
 from psgrad.data.sources.load import load_data
-from psgrad.engine.execution.loading import ChosenRows, Rows
+from psgrad.engine.execution.loading import Rows
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.issues import MOST, Leaks, copies_of, leaks_of
 from psgrad.ragged import Block
@@ -57,10 +58,9 @@ def label_probabilities(run: Setup) -> Array | None:
     return values
 
 
-def leaks_in(setup: Setup, count: int) -> Leaks | None:
-    """Which of the run's rows are in the evaluation data, influence.queries: near duplicates, or copies alone
-    where there are more evaluation rows than are searched, or inputs that have no features. None where the
-    config names none of its own. Raises DataError where the evaluation data have other inputs.
+def evaluation_data(setup: Setup) -> Samples | None:
+    """The evaluation data, influence.queries; None where the config names none of its own. Raises DataError
+    where they have other inputs than the training data.
     """
     queries = setup.config.influence.queries
     if queries is None or queries.own_data is None:
@@ -72,12 +72,20 @@ def leaks_in(setup: Setup, count: int) -> Leaks | None:
         )
         if shapes != expected:
             raise DataError(f"inputs of {shapes}; expected {expected}, as in the training data")
-    rows, weighted = ChosenRows(setup.reader, range(count)), setup.samples.weighted
-    if len(samples) <= MOST:
-        own, others = input_features(rows, weighted), input_features(samples)
-        if own is not None and others is not None:
-            return leaks_of(own, others, samples.ids)
-    return copies_of(_prints(rows, weighted), _prints(samples), samples.ids)
+    return samples
+
+
+def leaks_in(rows: Rows, weighted: bool, features: Array | None, evaluation: Samples) -> Leaks:
+    """Which rows are in the evaluation data: near duplicates, or copies alone where there are more evaluation
+    rows than are searched, or inputs that have no features.
+
+    weighted, features: of the rows, see `input_features`.
+    """
+    if features is not None and len(evaluation) <= MOST:
+        others = input_features(evaluation)
+        if others is not None:
+            return leaks_of(features, others, evaluation.ids)
+    return copies_of(_prints(rows, weighted), _prints(evaluation), evaluation.ids)
 
 
 def _shapes(block: Block) -> str:

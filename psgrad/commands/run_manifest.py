@@ -136,13 +136,14 @@ def identity(run: Setup, count: int, *, parts: int | None = None, all_rows: bool
         "the device that computes": run.device.type,
         "versions": {"psgrad": __version__, "torch": torch.__version__},
         **drawn,
-        **_of_issue_table(run.config),
         **({} if parts is None else {NUMBER_OF_PARTS: parts}),
     }
 
 
-def _of_issue_table(config: Config) -> dict[str, Any]:
-    """What the issue table depends on besides the rows: the evaluation data, and models trained on folds."""
+def issue_table_settings(config: Config) -> dict[str, Any]:
+    """What the issue table depends on besides the rows, as plain values: the evaluation data, and models
+    trained on folds. They are no part of the identity: a run that goes on keeps its rows whatever these are.
+    """
     queries, folds = config.influence.queries, config.analyze.folds
     own, found = None if queries is None else queries.own_data, dict[str, Any]()
     if own is not None:
@@ -237,8 +238,8 @@ def require_judged_alike(path: Path, manifest: RunManifest, config: Config) -> N
         )
     )
     require_same(
-        then,
-        now,
+        then | (manifest.issue_table or {}),
+        now | issue_table_settings(config),
         f"the run in {path} is finished, and its samples were judged by other rules",
         hint="run it anew with --overwrite, or another --output; or put back what changed",
     )

@@ -84,6 +84,8 @@ def test_folds_are_trained_without_their_rows_from_fresh_weights(workplace: Work
         assert issues["label_score"][7] == 1
     resumed = workplace.analyze(*given, *grouped, "--resume", "--set", "analyze.folds=2")
     resumed.refused(2, "analyze.folds was 3 and is 2")
+    assert workplace.analyze(*given, "--overwrite", "--set", "analyze.folds=20").code == 2
+    assert workplace.analyze(*given, "--resume").code == 0  # the rows of a run that fails are kept
     for wrong, words in (
         ("analyze={folds: 7, outliers: {group_by: source}}", "7 folds of 6 groups by source"),
         ("analyze.folds=20", "20 folds, and no label has more than"),
@@ -95,9 +97,7 @@ def test_folds_are_trained_without_their_rows_from_fresh_weights(workplace: Work
         workplace.analyze(*given, "--overwrite", "--set", wrong).refused(2, words)
 
 
-def test_leaks_of_evaluation_data_are_found_and_limited(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leaks_are_found_and_limited(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     x = workplace.arrays["x"]
     asked = np.concatenate(
         [np.random.default_rng(9).normal(size=(9, 4)), x[[4]], x[[11]] + 1e-5, [[np.nan] * 4]]

@@ -282,9 +282,10 @@ class RunManifest:
 
     config: as resolved. config_folder: what its paths are relative to. versions: name -> version. hashes: see
     psgrad.commands.run_manifest. identity: all that the rows of `psgrad analyze` depend on. run: the hash of
-    the identity that the run began with, which its shards have too. limit: of --limit, None for the whole
-    dataset. sampled_by: the seed by which its rows were drawn; None for the first ones.
-    timings: phase -> seconds. state: running, finished, failed or interrupted.
+    the identity that the run began with, which its shards have too. issue_table: what the issue table depends
+    on besides the rows, the evaluation data and the folds; None for neither. limit: of --limit, None for the
+    whole dataset. sampled_by: the seed by which its rows were drawn; None for the first ones. timings: phase
+    -> seconds. state: running, finished, failed or interrupted.
     """
 
     version: int = 1
@@ -302,6 +303,7 @@ class RunManifest:
     contains_private_statistics: bool = True
     identity: dict[str, Any] | None = None
     run: str | None = None
+    issue_table: dict[str, Any] | None = None
     limit: int | float | None = None
     sampled_by: int | None = None
     outliers: OutlierFacts | None = None
