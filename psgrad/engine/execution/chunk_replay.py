@@ -20,7 +20,7 @@ from psgrad.engine.gradients.per_sample import (
     per_sample_square_norms,
 )
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
-from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Image, Product, Rows
+from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Image, Lookup, Product
 from psgrad.engine.transforms.capture import Captured
 from psgrad.engine.transforms.private_torch import register_pytree_node
 
@@ -53,7 +53,7 @@ _register(SumOverSamples, "value")
 _register(DeferredGradient, "terms")
 _register(Placed, "term")
 _OF_TENSORS = ("torch.Tensor", "tuple[torch.Tensor, ...]", "tuple[Placed, ...]")
-for _kind in (Convolution, Dense, GroupedProduct, Image, Product, Rows):
+for _kind in (Convolution, Dense, GroupedProduct, Image, Product, Lookup):
     _register(_kind, *(field.name for field in fields(_kind) if field.type in _OF_TENSORS))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import AxisLayout
-from psgrad.engine.gradients.terms import Dense, Image, Product, Rows, Term
+from psgrad.engine.gradients.terms import Dense, Image, Lookup, Product, Term
 
 N, POSITIONS, ROWS, COLUMNS = 3, 4, 5, 6
 SHAPE = torch.Size((ROWS, COLUMNS))
@@ -34,7 +34,7 @@ def cancelling(pair: str, left: Tensor, right: Tensor, rest: Tensor) -> list[Ter
     first: Term = product
     if pair == "rows, value":
         index = torch.arange(N * POSITIONS).reshape(N, POSITIONS) % ROWS
-        first = Rows(index, right.squeeze(1), ROWS)
+        first = Lookup(index, right.squeeze(1), ROWS)
     elif pair == "multiples, value":
         first = Image(
             (Placed.plain(Dense(left[:, 0, :1, :1])),),

@@ -354,51 +354,51 @@ PROGRAMS: dict[str, Program] = {
     "rows by a shared index": of(
         lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0, 5])]), w=(6, 4), kinds={"w": "Image"}
     ),
-    "table": looking_up(lambda i, w: F.embedding(i, w), 3, w=(5, 4), kinds={"w": "Rows"}),
-    "table by indexing": looking_up(lambda i, w: w[i], 3, w=(5, 4), kinds={"w": "Rows"}),
-    "columns by the sample's index": looking_up(lambda i, w: w[:, i], 3, w=(4, 5), kinds={"w": "Rows"}),
+    "table": looking_up(lambda i, w: F.embedding(i, w), 3, w=(5, 4), kinds={"w": "Lookup"}),
+    "table by indexing": looking_up(lambda i, w: w[i], 3, w=(5, 4), kinds={"w": "Lookup"}),
+    "columns by the sample's index": looking_up(lambda i, w: w[:, i], 3, w=(4, 5), kinds={"w": "Lookup"}),
     "table behind a matrix": looking_up(
-        lambda i, w, v: F.embedding(i, w @ v), 3, w=(5, 2), v=(2, 3), kinds={"w": "Rows", "v": "Product"}
+        lambda i, w, v: F.embedding(i, w @ v), 3, w=(5, 2), v=(2, 3), kinds={"w": "Lookup", "v": "Product"}
     ),
     "scaled table": looking_up(
-        lambda i, w, s: F.embedding(i, 2 * w * s), 3, w=(5, 4), s=(), kinds={"w": "Rows", "s": "Dense"}
+        lambda i, w, s: F.embedding(i, 2 * w * s), 3, w=(5, 4), s=(), kinds={"w": "Lookup", "s": "Dense"}
     ),
-    "masked table": looking_up(lambda i, w: F.embedding(i, w * MASK), 3, w=(5, 4), kinds={"w": "Rows"}),
-    "part of a table": looking_up(lambda i, w: F.embedding(i, w[2:]), 3, w=(7, 4), kinds={"w": "Rows"}),
+    "masked table": looking_up(lambda i, w: F.embedding(i, w * MASK), 3, w=(5, 4), kinds={"w": "Lookup"}),
+    "part of a table": looking_up(lambda i, w: F.embedding(i, w[2:]), 3, w=(7, 4), kinds={"w": "Lookup"}),
     "table of positions": looking_up(
         lambda i, w, p: F.embedding(i, w) + p[:3],
         3,
         w=(5, 4),
         p=(9, 4),
-        kinds={"w": "Rows", "p": "Dense"},
+        kinds={"w": "Lookup", "p": "Dense"},
     ),
     "tied": looking_up(
-        lambda i, w: F.linear(F.embedding(i, w).tanh(), w), 3, w=(5, 4), kinds={"w": "Product + Rows"}
+        lambda i, w: F.linear(F.embedding(i, w).tanh(), w), 3, w=(5, 4), kinds={"w": "Lookup + Product"}
     ),
     "partly tied": looking_up(
         lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:4]),
         3,
         w=(5, 4),
-        kinds={"w": "Product + Rows"},
+        kinds={"w": "Lookup + Product"},
     ),
     "tied by columns": looking_up(
         lambda i, w: F.linear(F.embedding(i, w).tanh()[..., :3], w[:, :3]),
         3,
         w=(5, 4),
-        kinds={"w": "Product + Rows"},
+        kinds={"w": "Lookup + Product"},
     ),
     "tied transpose": looking_up(
-        lambda i, w: F.embedding(i, w).tanh() @ w.t(), 3, w=(5, 4), kinds={"w": "Product + Rows"}
+        lambda i, w: F.embedding(i, w).tanh() @ w.t(), 3, w=(5, 4), kinds={"w": "Lookup + Product"}
     ),
-    "bags": looking_up(lambda i, w: F.embedding_bag(i, w, mode="sum"), 2, 3, w=(5, 4), kinds={"w": "Rows"}),
+    "bags": looking_up(lambda i, w: F.embedding_bag(i, w, mode="sum"), 2, 3, w=(5, 4), kinds={"w": "Lookup"}),
     "bags, max": looking_up(
-        lambda i, w: F.embedding_bag(i, w, mode="max"), 2, 3, w=(5, 4), kinds={"w": "Rows"}
+        lambda i, w: F.embedding_bag(i, w, mode="max"), 2, 3, w=(5, 4), kinds={"w": "Lookup"}
     ),
     "bags by offsets": looking_up(
         lambda i, w: F.embedding_bag(i, w, torch.tensor([0, 1, 1]), mode="mean"),
         5,
         w=(5, 4),
-        kinds={"w": "Rows"},
+        kinds={"w": "Lookup"},
     ),
     "weighted bags": looking_up(
         lambda i, w, s: F.embedding_bag(i, w, mode="sum", per_sample_weights=s),
@@ -406,14 +406,14 @@ PROGRAMS: dict[str, Program] = {
         3,
         w=(5, 4),
         s=(2, 3),
-        kinds={"w": "Rows", "s": "Dense"},
+        kinds={"w": "Lookup", "s": "Dense"},
     ),
     # -- precision
     "tied, the head in float32": looking_up(
         lambda i, w: F.linear(F.embedding(i, w).tanh().float(), w.float()).double(),
         3,
         w=(5, 4),
-        kinds={"w": "Product + Rows"},
+        kinds={"w": "Lookup + Product"},
     ),
     "two precisions": of(
         lambda x, w: F.linear(x, w).sum() * F.linear(x.float(), w.float()).double().sum(),
@@ -467,7 +467,7 @@ PROGRAMS: dict[str, Program] = {
     "spectral norm": module(
         spectral_norm, (2, 4), kinds={"parametrizations.weight.original": "Image + Product"}
     ),
-    "tied model": module(TiedModel, (5,), kinds={"embedding.weight": "Product + Rows"}),
+    "tied model": module(TiedModel, (5,), kinds={"embedding.weight": "Lookup + Product"}),
 }
 
 

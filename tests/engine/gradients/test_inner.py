@@ -28,7 +28,7 @@ from psgrad.engine.gradients.inner.materialised import LONGEST_SUM
 from psgrad.engine.gradients.inner.regions import regions
 from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.machine import machine as machine_of
-from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Product, Rows, Term
+from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Lookup, Product, Term
 from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from tests.engine.gradients.test_terms import largest_of
 
@@ -113,7 +113,7 @@ def table_pairs(draw: st.DrawFn) -> tuple[list[Gradient], tuple[int, ...]]:
         n, t = draw(st.integers(1, 9)), draw(st.integers(0, 6))
         values = randn(n, t, b)
         values[:, ::3] = 0  # as padding is
-        sides.append((Rows(torch.randint(count, (n, t)), values, count),))
+        sides.append((Lookup(torch.randint(count, (n, t)), values, count),))
     return sides, (count, b)
 
 
@@ -125,7 +125,7 @@ def tied_pairs(draw: st.DrawFn) -> tuple[list[Gradient], tuple[int, ...]]:
     for kinds in (draw(st.sampled_from(["r", "p", "rp", "pr"])), "rp"):
         n, t = draw(st.integers(1, 9)), draw(st.integers(1, 5))
         table, matrix = (
-            Rows(torch.randint(count, (n, t)), randn(n, t, b), count),
+            Lookup(torch.randint(count, (n, t)), randn(n, t, b), count),
             Product(randn(n, 1, t, count), randn(n, 1, t, b)),
         )
         sides.append(tuple({"r": table, "p": matrix}[kind] for kind in kinds))
@@ -169,7 +169,7 @@ def test_inner_products_pieces_of_a_large_parameter(side: int) -> None:
     kinds: dict[str, Callable[[int], Term]] = {
         "product": lambda n: Product(randn(n, 1, 3, count), randn(n, 1, 3, columns)),
         "groups": lambda n: Product(randn(n, count, 2, 20), randn(n, count, 2, 15)),
-        "table": lambda n: Rows(index[:n], randn(n, 4, columns), count),
+        "table": lambda n: Lookup(index[:n], randn(n, 4, columns), count),
         "experts": lambda n: GroupedProduct(index[:n], randn(n, 4, 20), randn(n, 4, 15), count),
         "dense": lambda n: Dense(randn(n, count, columns)),
         "convolution": lambda n: Convolution(
@@ -231,10 +231,10 @@ def kinds(scale: float, n: int) -> dict[str, tuple[Gradient, tuple[int, ...]]]:
         "outer product": ((Product(g[:, :1, :1], x[:, :1, :1]),), (4, 6)),
         "outer products": ((Product(g[:, :, :1], x[:, :, :1]),), (2, 4, 6)),
         "product": ((Product(g, x),), (2, 4, 6)),
-        "table": ((Rows(index, g[:, 0], 4),), (4, 4)),
+        "table": ((Lookup(index, g[:, 0], 4),), (4, 4)),
         "experts": ((GroupedProduct(index, g[:, 0], x[:, 0], 4),), (4, 4, 6)),
         "convolution": ((convolution,), (4, 5, 3)),
-        "tied": ((Rows(index, g[:, 0], 6), Product(x[:, :1], g[:, :1])), (6, 4)),
+        "tied": ((Lookup(index, g[:, 0], 6), Product(x[:, :1], g[:, :1])), (6, 4)),
         "unlike": ((Dense(scale * torch.randn(n, 4, 6)), Product(g[:, :1], x[:, :1])), (4, 6)),
     }
 
@@ -243,7 +243,7 @@ WAYS = [GRAM, VALUES]
 
 
 def ways_of(gradient: Gradient) -> list[str]:
-    if not all(isinstance(term, Product | Rows) for term in gradient):
+    if not all(isinstance(term, Product | Lookup) for term in gradient):
         return [VALUES]
     return WAYS
 
@@ -267,7 +267,7 @@ def test_inner_products_cancelling_uses_of_a_tied_table(way: str, rest: float) -
     index, result = torch.tensor([[0, 2], [1, 1], [3, 0]]), torch.randn(3, 2, 6)
     one_hot = torch.nn.functional.one_hot(index, 4).float()
     back = Product(-(one_hot + rest * torch.randn(3, 2, 4)).unsqueeze(1), result.unsqueeze(1))
-    one, other = (Rows(index, result, 4), back), (Rows(index, torch.randn(3, 2, 6), 4),)
+    one, other = (Lookup(index, result, 4), back), (Lookup(index, torch.randn(3, 2, 6), 4),)
     x, y = gradients_of(one, (4, 6)), gradients_of(other, (4, 6))
     with in_way(way):
         assert error(x.inner(y), one, other) <= 1e-5
@@ -330,7 +330,7 @@ def test_inner_products_long_sums() -> None:
         (lambda n: Product(torch.randn(n, 1, 1, 2000), torch.randn(n, 1, 1, 2000)), (2000, 2000)),
         (lambda n: Product(torch.randn(n, 1, 20, 500), torch.randn(n, 1, 20, 2000)), (500, 2000)),
         (lambda n: Product(torch.randn(n, 1, 100, 500), torch.randn(n, 1, 100, 600)), (500, 600)),
-        (lambda n: Rows(torch.randint(50_000, (n, 30)), torch.randn(n, 30, 20), 50_000), (50_000, 20)),
+        (lambda n: Lookup(torch.randint(50_000, (n, 30)), torch.randn(n, 30, 20), 50_000), (50_000, 20)),
     ],
     ids=["vectors", "some positions", "many positions", "table"],
 )

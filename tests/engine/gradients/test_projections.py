@@ -33,8 +33,8 @@ from psgrad.engine.gradients.terms import (
     Convolution,
     Dense,
     Image,
+    Lookup,
     Product,
-    Rows,
     Term,
 )
 from psgrad.errors import TransformArgumentError
@@ -121,7 +121,7 @@ def test_projection_equals_materialised_matrix(projection: Projection, device: t
     kinds = {
         type(placed.term) for gradient in gradients.parts[0].gradients.values() for placed in gradient.terms
     }
-    assert kinds >= {Product, Rows, Convolution, Dense, Image}
+    assert kinds >= {Product, Lookup, Convolution, Dense, Image}
     result = gradients.project(projection)
     expected = projected(projection, exact)
     assert_close(result, expected)
@@ -201,7 +201,7 @@ def test_projection_empty_inputs() -> None:
         ):
             result = gradients_of([Placed.plain(term)], term.samples).project(projection)
             assert torch.equal(result, torch.zeros(term.samples, projection.width))
-        empty = Rows(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0, 3), 5)
+        empty = Lookup(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0, 3), 5)
         assert torch.equal(
             gradients_of([Placed.plain(empty)], 2).project(projection), torch.zeros(2, projection.width)
         )
@@ -213,7 +213,7 @@ def test_projection_empty_inputs() -> None:
 def test_projection_nonfinite_sample() -> None:
     index, places = torch.tensor([[0, 1], [1, 2], [1, 0]]), torch.randn(3, 2, 4)
     left, right = torch.randn(3, 1, 2, 5), torch.randn(3, 1, 2, 7)
-    for term in (Product(left, right), Product(left[:, :, :1], right[:, :, :1]), Rows(index, places, 3)):
+    for term in (Product(left, right), Product(left[:, :, :1], right[:, :, :1]), Lookup(index, places, 3)):
         whole = [factor.clone() for factor in term.factors]
         broken = type(term)(**{field: getattr(term, field) for field in term.__dataclass_fields__})
         next(factor for factor in broken.factors if factor.is_floating_point())[1] = math.inf
@@ -332,7 +332,7 @@ def test_projection_large_weight_memory(projection: Projection, positions: int) 
 
 def test_projection_draws_used_rows_of_table_only() -> None:
     gradients = gradients_of(
-        [Placed.plain(Rows(torch.tensor([[3, 10**9]]), torch.randn(1, 2, 4), 2 * 10**9))], 1
+        [Placed.plain(Lookup(torch.tensor([[3, 10**9]]), torch.randn(1, 2, 4), 2 * 10**9))], 1
     )
     for projection in (Sparse(8), TwoSided(2, 4)):
         assert gradients.project(projection).shape == (1, 8)

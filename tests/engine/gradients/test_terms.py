@@ -29,8 +29,8 @@ from psgrad.engine.gradients.terms import (
     Dense,
     GroupedProduct,
     Image,
+    Lookup,
     Product,
-    Rows,
     Term,
     blocks,
     sum_of_products,
@@ -62,8 +62,8 @@ def product(draw: st.DrawFn) -> tuple[Term, Tensor]:
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[Term, Tensor]:
     n, t, count, b = draw(samples), draw(st.integers(1, 7)), draw(few), draw(few)
-    index, values = torch.randint(count, (n, t)), torch.randn(n, t, b, dtype=torch.float64)
-    return Rows(index, values, count), torch.einsum("ntc,ntb->ncb", F.one_hot(index, count).double(), values)
+    index, value = torch.randint(count, (n, t)), torch.randn(n, t, b, dtype=torch.float64)
+    return Lookup(index, value, count), torch.einsum("ntc,ntb->ncb", F.one_hot(index, count).double(), value)
 
 
 @st.composite
@@ -278,7 +278,7 @@ def test_term_norms_cancelling_uses_of_a_tied_table(rest: float) -> None:
     # The output head's product that takes back what was looked up, but for a share.
     left = -F.one_hot(index, 4).float().unsqueeze(1)
     right = result.unsqueeze(1) * (1 + rest * torch.rand(3, 1, 2, 1))
-    assert_norms(Rows(index, result, 4), Product(left, right), shape=(4, 6))
+    assert_norms(Lookup(index, result, 4), Product(left, right), shape=(4, 6))
     assert_norms(Dense(result.flatten(1)), Dense(-result.flatten(1) * (1 + rest)))
 
 
@@ -294,8 +294,8 @@ def kinds(scale: float) -> dict[str, tuple[Term, ...]]:
         "gram": (Product(g[:, :, :2], x[:, :, :2]),),
         "materialise": (Product(g, x),),
         "grouped": (GroupedProduct(index, g[:, 0], x[:, 0], 4),),
-        "rows": (Rows(index, g[:, 0], 4),),
-        "row": (Rows(index[:, :1], g[:, 0, :1], 4),),
+        "rows": (Lookup(index, g[:, 0], 4),),
+        "row": (Lookup(index[:, :1], g[:, 0, :1], 4),),
         "convolution": (
             Convolution(
                 g[:, :1].transpose(2, 3), x[:, :1, :, :5].transpose(2, 3), torch.Size([4, 5, 3]), geometry
@@ -305,7 +305,7 @@ def kinds(scale: float) -> dict[str, tuple[Term, ...]]:
         "behind a mask": (masked(Product(g[:, :, :1], x[:, :, :1]), torch.randn(2, 4, 6)),),
         "behind a mask, positions": (masked(Product(g, x), torch.randn(2, 4, 6)),),
         "weight norm": (multiples(g[:, 0, 0].unsqueeze(2), torch.randn(4, 6)), Product(g[:, :1], x[:, :1])),
-        "tied": (Rows(index, g[:, 0], 6), Product(x[:, :1], g[:, :1])),
+        "tied": (Lookup(index, g[:, 0], 6), Product(x[:, :1], g[:, :1])),
         "unlike": (Dense(scale * torch.randn(3, 4, 6)), Product(g[:, :1], x[:, :1])),
     }
 
@@ -388,7 +388,7 @@ def test_term_norms_long_half_precision_sums() -> None:
     for term in (
         Dense(ones),
         Product(ones, ones),
-        Rows(torch.zeros(2, 5000, dtype=torch.int64), ones[:, 0], 3),
+        Lookup(torch.zeros(2, 5000, dtype=torch.int64), ones[:, 0], 3),
     ):
         expected = exact_norms(term)
         torch.testing.assert_close(gradients_of(term).square_norms().sqrt(), expected, rtol=1e-5, atol=0)
@@ -421,7 +421,7 @@ N = 2000
         lambda: Product(torch.randn(N, 1, 1, 200), torch.randn(N, 1, 1, 100)),
         lambda: Product(torch.randn(N, 1, 3, 200), torch.randn(N, 1, 3, 100)),
         lambda: Product(torch.randn(150, 1, 200, 300), torch.randn(150, 1, 200, 300)),
-        lambda: Rows(torch.randint(5000, (N, 4)), torch.randn(N, 4, 20), 5000),
+        lambda: Lookup(torch.randint(5000, (N, 4)), torch.randn(N, 4, 20), 5000),
         lambda: Convolution(
             torch.randn(N, 1, 64, 2, 2),
             torch.randn(N, 1, 32, 2, 2),

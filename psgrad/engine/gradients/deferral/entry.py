@@ -17,8 +17,8 @@ from psgrad.engine.gradients.terms import (
     Convolution,
     Dense,
     GroupedProduct,
+    Lookup,
     Product,
-    Rows,
     narrow,
 )
 from psgrad.engine.transforms.batch_values import Batch
@@ -78,7 +78,7 @@ def _embedding_backward(
     rows, places = rows.reshape(n, index.numel(), width), places.reshape(n, index.numel())
     if padding_idx >= 0:
         rows = rows.masked_fill((places == padding_idx).unsqueeze(-1), 0)
-    term = Rows(places, rows, count)
+    term = Lookup(places, rows, count)
     return DeferredGradient.of(term, term.shape)
 
 
@@ -124,7 +124,7 @@ def _index_select_backward(
     n, order = batch.size, [dim, *(d for d in range(len(shape)) if d != dim)]
     rows = batch.physical(g).permute(0, *(d + 1 for d in order))
     places = batch.physical(index).reshape(n, index.numel())
-    term = Rows(places, rows.reshape(n, places.shape[1], math.prod(rows.shape[2:])), shape[dim])
+    term = Lookup(places, rows.reshape(n, places.shape[1], math.prod(rows.shape[2:])), shape[dim])
     layout = AxisLayout.identity(term.shape).reshape([shape[d] for d in order])
     layout = layout.permute([order.index(d) for d in range(len(shape))]) if layout is not None else None
     return (

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from psgrad.engine.gradients.inner.regions import SIDE_BYTES, budget, halves, steps
-from psgrad.engine.gradients.terms import BLOCK_BYTES, OuterProducts, Product, Rows, Term
+from psgrad.engine.gradients.terms import BLOCK_BYTES, Lookup, OuterProducts, Product, Term
 
 # A tile is as wide as possible, but at least this high: matrix products of this shape were measured to be
 # faster than squares.
@@ -97,6 +97,6 @@ def _tile_products(x: OuterProducts, y: OuterProducts) -> torch.Tensor:
     """[n, m]: the inner products of n samples of one term and m of another."""
     if isinstance(x, Product):
         return x.tile_products(y) if isinstance(y, Product) else _tile_products(y, x).t()
-    assert isinstance(x, Rows)
-    assert isinstance(y, Rows | Product)
+    assert isinstance(x, Lookup)
+    assert isinstance(y, Lookup | Product)
     return x.tile_products(y)

@@ -28,7 +28,7 @@ from psgrad.engine.gradients.projections.projection import (
     streams,
     words_at,
 )
-from psgrad.engine.gradients.terms import Product, Rows, Term, Workspace
+from psgrad.engine.gradients.terms import Lookup, Product, Term, Workspace
 
 
 def value_blocks(
@@ -187,7 +187,7 @@ def add_sparse(
     memory, together = Workspace(sums.device), _SAMPLES.get(sums.device.type, _SAMPLES["cuda"])
     for placed in gradient.terms:
         term = placed.term
-        if isinstance(term, Rows) and placed.layout.is_identity:
+        if isinstance(term, Lookup) and placed.layout.is_identity:
             for samples in steps(term.samples, together):
                 _add_listed(sums[samples], orders, *term.at(samples, dtype).listed(), factor)
             continue

@@ -9,6 +9,7 @@ from psgrad.engine.gradients.terms.convolution_gradient import Convolution as Co
 from psgrad.engine.gradients.terms.dense import Dense as Dense
 from psgrad.engine.gradients.terms.grouped_product import GroupedProduct as GroupedProduct
 from psgrad.engine.gradients.terms.image import Image as Image
+from psgrad.engine.gradients.terms.lookup import Lookup as Lookup
 from psgrad.engine.gradients.terms.numerics import BLOCK_BYTES as BLOCK_BYTES
 from psgrad.engine.gradients.terms.numerics import CANCELLATION as CANCELLATION
 from psgrad.engine.gradients.terms.numerics import Workspace as Workspace
@@ -21,7 +22,6 @@ from psgrad.engine.gradients.terms.numerics import sum_of_products as sum_of_pro
 from psgrad.engine.gradients.terms.numerics import times_shared as times_shared
 from psgrad.engine.gradients.terms.placed import narrow as narrow
 from psgrad.engine.gradients.terms.product import Product as Product
-from psgrad.engine.gradients.terms.table_rows import Rows as Rows
 from psgrad.engine.gradients.terms.term import OuterProducts as OuterProducts
 from psgrad.engine.gradients.terms.term import Placed as Placed
 from psgrad.engine.gradients.terms.term import Term as Term

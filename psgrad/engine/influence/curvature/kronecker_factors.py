@@ -23,7 +23,7 @@ from psgrad.engine.gradients.deferred import DeferredGradient, oriented_if_free
 from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.parts import Part
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.gradients.terms import Convolution, Product, Rows, Term, blocks
+from psgrad.engine.gradients.terms import Convolution, Lookup, Product, Term, blocks
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Covariances:
                 for term in of_form:
                     along.add(term)
                 sums.moments[name, form] = along.totals
-                if not any(isinstance(term, Rows) for term in of_form):
+                if not any(isinstance(term, Lookup) for term in of_form):
                     sums.ties.update(self._ties(part, (name, form), along))
         return sums
 
@@ -254,7 +254,7 @@ class _FactorMoments:
         return torch.stack(self._sums[side]).sum(0)
 
     def add(self, term: Term) -> None:
-        if isinstance(term, Rows):
+        if isinstance(term, Lookup):
             self._second_moment("right", term.rows.unsqueeze(1))
             counts = torch.bincount(term.index.reshape(-1), minlength=self.form.shape[1]).double()
             _add(self.totals, {"one_hot": counts})

@@ -20,7 +20,7 @@ from psgrad.engine.gradients.terms.term import Multiply, OuterProducts, Term
 
 
 @dataclass(frozen=True)
-class Rows(OuterProducts):
+class Lookup(OuterProducts):
     """Rows that are added to a table by an index: the gradient of an embedding. The one-hot factor is never
     made.
     """
@@ -130,15 +130,15 @@ class Rows(OuterProducts):
     def sizes(self) -> tuple[int, int, int, int]:
         return 1, self.rows.shape[1], 0, self.rows.shape[2]
 
-    def at_positions(self, some: slice) -> Rows:
-        return Rows(self.index[:, some], self.rows[:, some], self.count)
+    def at_positions(self, some: slice) -> Lookup:
+        return Lookup(self.index[:, some], self.rows[:, some], self.count)
 
     def position_square_norms(self) -> torch.Tensor:
         return torch.linalg.vector_norm(self.rows, dim=(1, 2), dtype=torch.float64).square_()
 
-    def tile_products(self, other: Rows | Product) -> torch.Tensor:
+    def tile_products(self, other: Lookup | Product) -> torch.Tensor:
         """[n, m]: the inner products of all n samples with all m of another table or product."""
-        if isinstance(other, Rows):
+        if isinstance(other, Lookup):
             factor, right = self.index.reshape(-1, 1) == other.index.reshape(1, -1), other.rows.flatten(0, 1)
         else:
             factor = other.left.flatten(0, 2).index_select(1, self.index.reshape(-1)).t()  # [n * t, m * s]
@@ -189,14 +189,14 @@ class Rows(OuterProducts):
         for samples in blocks(self.samples, each, self.device):
             yield samples, matrix[ranks[samples]], self.rows[samples].to(dtype) @ second
 
-    def narrow(self, axis: int, some: slice) -> Rows:
+    def narrow(self, axis: int, some: slice) -> Lookup:
         if axis == 1:
             return replace(self, rows=self.rows[..., some])
         inside = (self.index >= some.start) & (self.index < some.stop)
         index = torch.where(inside, self.index - some.start, 0)
-        return Rows(index, self.rows.masked_fill(~inside.unsqueeze(2), 0), some.stop - some.start)
+        return Lookup(index, self.rows.masked_fill(~inside.unsqueeze(2), 0), some.stop - some.start)
 
-    def times(self, by: torch.Tensor, product: Multiply) -> Rows:
+    def times(self, by: torch.Tensor, product: Multiply) -> Lookup:
         return replace(self, rows=product(self.rows, by.squeeze(0) if by.shape[0] == 1 else by[self.index]))
 
     def contract(self, axis: int, matrix: torch.Tensor) -> Term:
