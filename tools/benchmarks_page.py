@@ -136,14 +136,12 @@ def analyze() -> str:
     rows = []
     for name, content in found["sets"].items():
         for noise, scores in content["noise"].items():
-            precision = {way: value[0] for way, value in scores["precision"].items()}
-            ours = precision["psgrad, checkpoints"]
+            precision = scores["precision"]
+            ways = ("checkpoints", "folds", "out of sample")
+            checkpoints, folds, held = (precision[f"psgrad, {way}"] for way in ways)
             cleanlab = max(value for way, value in precision.items() if way.startswith("cleanlab"))
-            others = [
-                *(precision[way] for way in ("loss", "norm", "psgrad, folds", "psgrad, out of sample")),
-                cleanlab,
-            ]
-            cells = [f"{ours:.3f}", *(marked(f"{other:.3f}", other > ours) for other in others)]
+            others = [precision["loss"], precision["norm"], folds, held, cleanlab]
+            cells = [marked(over_seeds(each), each[0] > checkpoints[0]) for each in (checkpoints, *others)]
             rows.append(
                 [
                     f"{name}, {noise}",
@@ -155,7 +153,7 @@ def analyze() -> str:
     head = ["data, changed labels", "checkpoints", "loss", "norm", "folds", "cross-validation", "cleanlab"]
     return section(
         "`psgrad analyze`: wrong labels",
-        "Average precision of scores of labels that were changed on purpose, mean of"
+        "Average precision of scores of labels that were changed on purpose, mean±half the range of"
         f" {len(found['seeds'])} seeds: psgrad's over checkpoints, loss, norm, psgrad's by folds, its and"
         " cleanlab's best with probabilities of cross-validation. Flags: the share that is right / the share"
         f" of changed labels that is flagged. Bold: better than over checkpoints, in {worse} of"
@@ -164,6 +162,12 @@ def analyze() -> str:
         "python benchmarks/issues.py",
         table([*head, "flags, checkpoints", "flags, cross-validation"], rows),
     )
+
+
+def over_seeds(value: Sequence[float]) -> str:
+    """The mean, and half of the range, of (mean, smallest, largest)."""
+    mean, smallest, largest = value
+    return f"{mean:.3f}±{(largest - smallest) / 2:.3f}"
 
 
 def flags(scores: Content, way: str) -> str:
