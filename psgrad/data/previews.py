@@ -18,7 +18,7 @@ _SIDE = 192  # pixels of an image as it is in the dataset
 def input_of(samples: Samples, row: int) -> TopSample:
     """A row's input, as far as a person can look at it: a text, a picture, or the values of a table's row."""
     text = samples.describe(row)
-    inputs = samples.take([row]).inputs if text is None else ()
+    inputs = samples.take([row]).inputs_alone(samples.weighted).inputs if text is None else ()
     image = as_image(inputs) if inputs else None
     values = values_of(inputs, samples.input_names) if image is None else ()
     return TopSample(

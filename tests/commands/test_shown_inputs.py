@@ -16,10 +16,11 @@ from tests.workplace import Workplace
 
 
 class Rows(Samples):
-    """One row of these inputs."""
+    """One row of these inputs, of which the last may be its weight."""
 
-    def __init__(self, names: list[str], *inputs: Any) -> None:
+    def __init__(self, names: list[str], *inputs: Any, weighted: bool = False) -> None:
         super().__init__(np.array(["row"]), None, "")
+        self.weighted = weighted
         self.input_names, self.block = (
             tuple(names),
             Block(tuple(torch.as_tensor(x)[None] for x in inputs), None),
@@ -33,6 +34,7 @@ class Rows(Samples):
     ("samples", "values"),
     [
         (Rows(["age", "hours"], [39.0, 40.5]), (("age", 39.0), ("hours", 40.5))),
+        (Rows(["age", "hours"], [39.0, 40.5], 0.5, weighted=True), (("age", 39.0), ("hours", 40.5))),
         (Rows(["age", "kind"], 39.0, 2), (("age", 39.0), ("kind", 2))),
         (Rows(["features"], [1.0, 2.0]), (("features[0]", 1.0), ("features[1]", 2.0))),
         (Rows(["ids"], [3, 17, 22]), (("ids", "3 17 22"),)),

@@ -38,9 +38,13 @@ class Forward:
 
     def __call__(self, model: nn.Module, *inputs: torch.Tensor) -> Any:
         """What the loss reads of the model's output for these inputs, sample axis in front."""
-        inputs = inputs[: -1 if self.weighted else None]
+        inputs = self.of_model(inputs)
         output = model(**dict(zip(self.names, inputs, strict=True))) if self.names else model(*inputs)
         return output if self.pick is None else self.pick(output)
+
+    def of_model(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Those of a row's inputs that the model gets: all but the weight of its loss."""
+        return inputs[: -1 if self.weighted else None]
 
 
 BY_POSITION = Forward()

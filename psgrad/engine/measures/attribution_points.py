@@ -52,13 +52,14 @@ def places_of(objective: Objective, inputs: Inputs) -> list[InputPlace]:
     An embedding counts if it gets all of an input's ids, unchanged: a view of them, not a shifted, clipped or
     cut copy. Inputs of whole numbers without an embedding have none.
     """
-    places = [InputPlace(number) for number, x in enumerate(inputs) if x.is_floating_point()]
+    own = objective.forward.of_model(inputs)
+    places = [InputPlace(number) for number, x in enumerate(own) if x.is_floating_point()]
     calls: dict[str, int] = {}
     handles = []
 
     def note(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call = calls[name] = calls.get(name, -1) + 1
-        for number, x in enumerate(inputs):
+        for number, x in enumerate(own):
             if not x.is_floating_point() and args and _same_numbers(args[0], x):
                 places.append(InputPlace(number, name, call))
 

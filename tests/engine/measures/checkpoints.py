@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.objective import BY_POSITION, Forward, Objective
 from psgrad.engine.measures.builtin.over_checkpoints import CheckpointOutputs
 from psgrad.engine.measures.measure import CheckpointModel, Gathered, Measure, Setting
 from tests.engine.measures.own_passes import columns_of, setting_of
@@ -18,15 +18,20 @@ Loss = Callable[..., Tensor]
 
 
 def of_checkpoints(
-    models: Sequence[nn.Module], loss: Loss, inputs: tuple[Tensor, ...], target: Tensor | None, **facts: Any
+    models: Sequence[nn.Module],
+    loss: Loss,
+    inputs: tuple[Tensor, ...],
+    target: Tensor | None,
+    forward: Forward = BY_POSITION,
+    **facts: Any,
 ) -> Setting:
     """Samples at these models, the last of which is the one that all other measures see."""
 
     def checkpoint(number: int, model: nn.Module) -> CheckpointModel:
-        return CheckpointModel(f"epoch-{number}", lambda: Objective(model, loss))
+        return CheckpointModel(f"epoch-{number}", lambda: Objective(model, loss, forward=forward))
 
     checkpoints = [checkpoint(number, model) for number, model in enumerate(models)]
-    return setting_of(models[-1], loss, inputs, target, checkpoints=checkpoints, **facts)
+    return setting_of(models[-1], loss, inputs, target, forward, checkpoints=checkpoints, **facts)
 
 
 def rows_of(setting: Setting, chunk_size: int = 5, start: int = 0) -> dict[str, Tensor]:

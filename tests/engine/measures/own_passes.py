@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from psgrad.data.rows import Block
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.objective import BY_POSITION, Forward, Objective
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 
 
@@ -19,11 +19,13 @@ def setting_of(
     loss: Callable[..., Tensor],
     inputs: tuple[Tensor, ...],
     target: Tensor | None,
+    forward: Forward = BY_POSITION,
     **facts: Any,
 ) -> Setting:
     """What `psgrad analyze` would tell measures of these samples."""
     options = {"randomness": "different" if model.training else "error"}
-    return Setting(Examples(Objective(model, loss), Block(inputs, target), options), **facts)
+    objective = Objective(model, loss, forward=forward)
+    return Setting(Examples(objective, Block(inputs, target), options), **facts)
 
 
 def columns_of(measure: Measure, setting: Setting, chunk_size: int = 5, start: int = 0) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from psgrad.config import LossConfig
 from psgrad.data.loss import resolve_loss
+from psgrad.engine.execution.objective import Forward
 from psgrad.engine.measures.builtin.input_attribution import (
     Attribution,
     GradientXInput,
@@ -254,6 +255,18 @@ def test_attribution_several_inputs() -> None:
     assert messages == [
         f"{name}: {why}" for name in ("input_gradient", "gradient_x_input", "gradient_x_input")
     ]
+
+
+@each_measure
+def test_attribution_weighted_loss_is_of_the_inputs_of_the_model(measure: Attribution) -> None:
+    model, inputs, target = classifier()
+    plain = columns_of(measure, of_classes(model, inputs, target))
+    weights = torch.linspace(0.25, 3, N, dtype=torch.float64)
+    facts = {"forward": Forward(weighted=True), "kind": "class", "classes": 4}
+    weighted = columns_of(measure, setting_of(model, F.cross_entropy, (inputs, weights), target, **facts))
+    assert weighted.keys() == plain.keys()
+    for name, column in plain.items():
+        torch.testing.assert_close(weighted[name], column * weights.to(column), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scipy.stats import zscore
 from torch import Tensor, nn
 
+from psgrad.engine.execution.objective import Forward
 from psgrad.engine.measures.builtin import vog
 from psgrad.engine.measures.builtin.vog import VoG
 from psgrad.errors import MeasureError
@@ -37,11 +38,14 @@ def plain(models: list[nn.Module], x: Tensor, classes: Tensor) -> np.ndarray:
     return np.array(result)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("of", ["target", "prediction"])
-def test_vog_equals_definition(of: str) -> None:
+def test_vog_equals_definition(of: str, weighted: bool) -> None:
     models: list[nn.Module] = [WithBuffers(seed) for seed in range(4)]
     x, y = torch.randn(7, 1, 6, 6).double(), torch.tensor([0, 1, 0, 1, 0, 1, 2])
-    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    inputs = (x, torch.rand(7).double()) if weighted else (x,)  # the output does not depend on weights
+    facts = {"forward": Forward(weighted=weighted), "kind": "class", "classes": 3, "targets": y}
+    setting = of_checkpoints(models, F.cross_entropy, inputs, y, **facts)
     measure = VoG(of)  # type: ignore[arg-type]
     result = measure.gather(columns_of(measure, setting, 3)).columns
     classes = y if of == "target" else torch.stack([model(x).argmax(-1) for model in models])

@@ -71,7 +71,7 @@ class Attribution(Measure):
         except Exception:  # the model fails, and again in the first pass, whose error names the row
             places = []
         else:
-            self._require(inputs, places)
+            self._require(examples.objective.forward.of_model(inputs), places)
         randomness = examples.stream.randomness if self.draws else "error"
         self._scalar = Scalar(plain_objective(examples), places, self.of, randomness)
         self._several = len({place.input for place in places}) > 1
