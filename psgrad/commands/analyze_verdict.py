@@ -17,7 +17,6 @@ from psgrad.config.plugin_names import OWN
 from psgrad.data.derived import DrawnSamples
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
-from psgrad.quality.baselines import read_baseline, read_reference
 from psgrad.quality.detector import detector_from
 from psgrad.quality.judging import OutlierTable, judge
 from psgrad.quality.references import Reference, measured_as, reference_of, require_comparable, scored_by
@@ -109,6 +108,8 @@ def _stored_reference(run: Setup, measures: Sequence[Measure]) -> Reference | No
     path, source = run.config.base / outliers.reference, str(outliers.reference)
     column, ours = scored_by(outliers.score, [each.name for each in outliers.detectors]), _measured_as(run)
     if path.suffix == ".json":
+        from psgrad.quality.baselines import read_baseline, read_reference
+
         saved = read_baseline(path).reference
         if saved is None:
             raise DataError(

@@ -38,6 +38,7 @@ from psgrad.engine.influence.index.build import from_index
 from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.ranking import divisor, joined_self
 from psgrad.run import RunFolder
+from psgrad.run.folders import packed
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.results import ShowProgress
@@ -332,6 +333,4 @@ def write_tables(result: InfluenceResult, matrix: Mapping[str, np.ndarray] | Non
         tables = [pair.table() for pair in result.tokens]
         folder.write_table("tokens.parquet", pd.concat(tables, ignore_index=True))
     if matrix is not None:
-        from safetensors.numpy import save
-
-        folder.write_bytes("matrix.safetensors", save(dict(matrix)))
+        folder.write_bytes("matrix.safetensors", packed(matrix))

@@ -67,7 +67,7 @@ def influence_index(
         read_ahead(run.samples, len(run.samples), progress)
         description = described_index(run)
     if part is not None:
-        store = GradientIndex.join(wanted.path, description)
+        store = GradientIndex.joined(wanted.path, description)
         processes = RowPart.of(*part, len(store.shards), 1)
     else:
         if processes.leads and update:

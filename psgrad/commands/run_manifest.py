@@ -9,7 +9,6 @@ import platform
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +25,8 @@ from psgrad.data.sources.files import hashes_of_files
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients.machine import device_name
-from psgrad.errors import ConfigError, DistributedError, OutputError, OutputExistsError
-from psgrad.run.folders import RunFolder, manifest_of
+from psgrad.errors import ConfigError, DistributedError, OutputExistsError
+from psgrad.run.folders import RunFolder
 from psgrad.run.identity import differences, flattened, lines_of, require_same, settings_of
 from psgrad.run.results.manifest import DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
 from psgrad.run.run import now
@@ -39,8 +38,6 @@ NUMBER_OF_PARTS = "number of parts"
 # The keys of analyze that decide which of the finished rows are outliers.
 _OF_VERDICT = ("outliers", "review_fraction", "probabilities")
 _SHOWN = 4
-# A part that begins makes the folder within this time, and others wait for it.
-_SECONDS_TO_MAKE_FOLDER = 60.0
 
 
 def command_line() -> str | None:
@@ -168,7 +165,7 @@ def reopen(path: Path, now: dict[str, Any], *, alone: bool = True) -> RunFolder 
     Raises ConfigError, with the difference, where the folder holds a run with another identity, or one of
     another command.
     """
-    manifest = manifest_of(path)
+    manifest = RunFolder.manifest_of(path)
     if manifest is None or manifest.get("command") is None:  # killed before the command was written
         return None
     then = manifest.get("identity")
@@ -193,31 +190,11 @@ def folder_of_parts(path: Path, manifest: RunManifest) -> RunFolder:
     manifest: at the run's beginning. Raises ConfigError for the folder of another run, OutputExistsError for
     one of no run, or of a run that is merged, and OutputError.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
-        path.mkdir(0o700)
-    except FileExistsError:
-        return _made_by_another(path, manifest)
-    except OSError as error:
-        raise OutputError(f"the output folder {path} can't be made: {error.strerror or error}") from error
-    folder = RunFolder.create(path)
-    folder.write_manifest(replace(manifest, state="running").content())
-    return folder
-
-
-def _made_by_another(path: Path, manifest: RunManifest) -> RunFolder:
-    """The folder that another part has made, or makes now."""
-    end = time.monotonic() + _SECONDS_TO_MAKE_FOLDER
-    while (folder := reopen(path, manifest.identity or {}, alone=False)) is None:
-        if time.monotonic() > end:
-            raise OutputExistsError(
-                f"the output folder {path} exists, and holds no run; expected a new or empty folder, or"
-                " that of other parts of this run",
-                hint="choose another --output",
-            )
-        time.sleep(0.2)
+    folder = RunFolder.join(
+        path,
+        lambda: reopen(path, manifest.identity or {}, alone=False),
+        lambda: RunFolder.create(path, about=replace(manifest, state="running").content()),
+    )
     if folder.finished:
         raise OutputExistsError(
             f"the parts in {folder.path} are merged already", hint="choose another --output for a new run"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from psgrad.config import Config, is_callable_spec, read_config
 from psgrad.errors import EXIT_OK, EXIT_USAGE, ConfigError, PsgradError
 from psgrad.run import RunFolder
-from psgrad.run.folders import manifest_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,7 +111,7 @@ def _look_at(config: Config, found: Validation, say: SayText) -> None:
 
 def _notes_on_output(output: Path) -> list[str]:
     """A note on a run that is there already. Raises OutputExistsError for a folder of somebody else."""
-    earlier = manifest_of(output)
+    earlier = RunFolder.manifest_of(output)
     RunFolder.require_free(output, overwrite=earlier is not None)
     if earlier is None:
         return []
