@@ -50,19 +50,19 @@ def command_line() -> str | None:
 
 
 def describe_run(
-    command: str, run: Setup, stream: Stream | None, specs: Iterable[str | None] = ()
+    command: str, setup: Setup, stream: Stream | None, specs: Iterable[str | None] = ()
 ) -> RunManifest:
     """The content of manifest.json before a run starts, with the self-check of the stream's gradients, which
     runs now; None for none. `specs` name code that it runs besides its model's, loss's and data's.
 
     Raises SelfCheckError.
     """
-    check = None if stream is None else run.self_check(stream)
-    config, loaded, device = run.config, run.loaded, str(run.device)
+    check = None if stream is None else setup.self_check(stream)
+    config, loaded, device = setup.config, setup.loaded, str(setup.device)
     parameters = list(loaded.model.parameters())
     made = module_of(config.data.factory) if config.data.factory else None
-    if run.device.type == "cuda":
-        device = f"{device} ({device_name(run.device)})"
+    if setup.device.type == "cuda":
+        device = f"{device} ({device_name(setup.device)})"
     return RunManifest(
         command=command,
         created=now(),
@@ -83,24 +83,24 @@ def describe_run(
             notes=loaded.notes,
             modules_imported=[
                 *loaded.modules_imported,
-                *run.criterion.modules_imported,
+                *setup.criterion.modules_imported,
                 *([] if made is None else [made]),
             ],
             origin=loaded.origin,
         ),
         data=DataFacts(
             config.data.source,
-            run.samples.fingerprint,
+            setup.samples.fingerprint,
             hashes_of_files(config.data, config.base),
-            list(run.samples.notes),
+            list(setup.samples.notes),
         ),
-        hashes=run.hashes(specs),
+        hashes=setup.hashes(specs),
         engine=EngineFacts(
             device,
             config.engine.dtype,
             torch.get_num_threads(),
-            None if run.supply is None else run.placement.where,
-            run.recompute.modules if run.recompute is not None and run.recompute.on else None,
+            None if setup.supply is None else setup.placement.where,
+            setup.recompute.modules if setup.recompute is not None and setup.recompute.on else None,
         ),
         self_check=(
             SelfCheckFacts(reason="the model draws at random in train mode")
@@ -116,21 +116,21 @@ def describe_run(
     )
 
 
-def identity(run: Setup, count: int, *, parts: int | None = None, all_rows: bool = True) -> dict[str, Any]:
+def identity(setup: Setup, count: int, *, parts: int | None = None, all_rows: bool = True) -> dict[str, Any]:
     """All that the columns of a run's rows depend on, as plain values: dotted name -> value. If one differs,
     it is another run. A checkpoint that is saved again with the same weights is the same.
 
     parts: of how many the run is made, where it is one in parts. all_rows: whether rows that code makes are
     all read for it; else only what is known of them without.
     """
-    drawn = {"rows are drawn at random": True} if isinstance(run.samples, DrawnSamples) else {}
+    drawn = {"rows are drawn at random": True} if isinstance(setup.samples, DrawnSamples) else {}
     return {
-        **settings_of(run.config),
+        **settings_of(setup.config),
         "rows": count,
-        "analyze.checkpoints (their content)": checkpoints_sha256(run),
-        "data (its content)": run.samples.content(count) if all_rows else run.samples.fingerprint,
-        **lines_of(run.hashes(measure_specs(run.config))),
-        "the device that computes": run.device.type,
+        "analyze.checkpoints (their content)": checkpoints_sha256(setup),
+        "data (its content)": setup.samples.content(count) if all_rows else setup.samples.fingerprint,
+        **lines_of(setup.hashes(measure_specs(setup.config))),
+        "the device that computes": setup.device.type,
         "versions": {"psgrad": __version__, "torch": torch.__version__},
         **drawn,
         **({} if parts is None else {NUMBER_OF_PARTS: parts}),
