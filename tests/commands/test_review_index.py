@@ -144,7 +144,7 @@ def test_of_the_training_data_only_changed_rows_are_read_with_an_index(place: Pl
     added, removed = np.r_[5:15, ROWS - 5 : ROWS + 7], np.r_[0:5, 10:20]
     after: Any = Only(setup.common.reader, added)
     views = [replace(view, training=replace(view.training, rows=after)) for view in setup.views]
-    setup = replace(setup, run=replace(setup.common, reader=after), views=views)
+    setup = replace(setup, common=replace(setup.common, reader=after), views=views)
     old: Any = Only(before, removed)
     rows = ChangedRows(old, added, removed, index)
     every = [np.ones(len(setup.query_rows), bool)]
