@@ -90,7 +90,7 @@ LONGER: dict[str, int] = {}
 SIZES = {
     "lines of tests": (76_000, 62_000),
     "words of docs": (45_000, 45_000),
-    "files that psgrad.commands.analyze loads, the engine's left out": (84, 60),
+    "files that psgrad.commands.analyze loads, the engine's left out": (80, 60),
 }
 
 MODULES = {

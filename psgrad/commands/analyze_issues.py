@@ -28,21 +28,21 @@ _ROWS = 64  # read at once
 _OTHERS = ("target", "text", "prompt", "completion", "messages", "image", "id", "weight")
 
 
-def label_probabilities(run: Setup) -> Array | None:
+def label_probabilities(setup: Setup) -> Array | None:
     """[rows, classes]: the column of the dataset that analyze.probabilities names, of the run's rows; None
     where it names none. Raises ConfigError where these are not probabilities of the loss's classes.
     """
-    name, config, classes = run.config.analyze.probabilities, run.config, run.reader.classes
+    name, config, classes = setup.config.analyze.probabilities, setup.config, setup.reader.classes
     if name is None:
         return None
-    if run.criterion.kind != "class":
+    if setup.criterion.kind != "class":
         raise ConfigError(
             f"analyze.probabilities: {name!r} is given, and the loss {config.loss.name} has no classes;"
             " expected it with cross_entropy",
         )
     alone = config.data.model_copy(update={**dict.fromkeys(_OTHERS), "inputs": {name: name}})
     column = load_data(alone, config.base)
-    drawn = run.samples.rows if isinstance(run.samples, DrawnSamples) else np.arange(len(run.samples))
+    drawn = setup.samples.rows if isinstance(setup.samples, DrawnSamples) else np.arange(len(setup.samples))
     values = column.take(drawn).inputs[0].double().numpy()
     if values.ndim != 2 or column.ragged is not None or (classes or values.shape[1]) != values.shape[1]:
         raise ConfigError(

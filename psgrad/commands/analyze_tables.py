@@ -126,13 +126,13 @@ def content_of_made(samples: Samples) -> Content | None:
     return samples.content_of if samples.sources else None
 
 
-def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:
+def about_rows(setup: Setup) -> Callable[[int, int], dict[str, Any]]:
     """(start, stop) -> id, index, dataset_row of drawn rows, fingerprint, target where there is one, and
     length, the positions that count, where the loss has some.
 
     A sample without an id of its own is known by its content.
     """
-    ids, reader = run.samples.ids, run.reader
+    ids, reader = setup.samples.ids, setup.reader
 
     def about(start: int, stop: int) -> dict[str, Any]:
         rows = slice(start, stop)
@@ -144,8 +144,8 @@ def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:
         target = {} if reader.targets is None else {"target": reader.targets[rows]}
         length = {} if reader.lengths is None else {"length": reader.lengths[rows]}
         place = {"index": np.arange(start, stop)}
-        if isinstance(run.samples, DrawnSamples):
-            place["dataset_row"] = run.samples.rows[rows]
+        if isinstance(setup.samples, DrawnSamples):
+            place["dataset_row"] = setup.samples.rows[rows]
         return {"id": ids[rows], **place, "fingerprint": prints, **target, **length}
 
     return about

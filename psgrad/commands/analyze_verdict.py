@@ -17,7 +17,6 @@ from psgrad.config.plugin_names import OWN
 from psgrad.data.derived import DrawnSamples
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
-from psgrad.quality.baselines import read_baseline, read_reference
 from psgrad.quality.detector import detector_from
 from psgrad.quality.judging import OutlierTable, judge
 from psgrad.quality.references import Reference, measured_as, reference_of, require_comparable, scored_by
@@ -38,46 +37,46 @@ class OutlierRule:
     they are not. reference: trusted samples with their scores; None for a review list alone.
     """
 
-    run: Setup
+    setup: Setup
     column: tuple[str, npt.NDArray[Any]] | None
     reference: Reference | None
 
     def judge(self, measured: Measured) -> OutlierTable:
         """The verdict on what was measured."""
-        frame, run = measured.table, self.run
+        frame, setup = measured.table, self.setup
         if self.column is not None:
             name, values = self.column
             frame = frame.assign(**{name: values[: len(frame)]})
         ignored = None
-        if run.criterion.kind == "class" and "target" in frame:
-            ignored = frame["target"].to_numpy() == run.criterion.ignore_index
+        if setup.criterion.kind == "class" and "target" in frame:
+            ignored = frame["target"].to_numpy() == setup.criterion.ignore_index
         rows = measured.rows[PROJECTED].numpy() if PROJECTED in measured.rows else None
-        return judge(frame, run.config.analyze, self.reference, rows, run.config.base, ignored)
+        return judge(frame, setup.config.analyze, self.reference, rows, setup.config.base, ignored)
 
 
-def outlier_rule(run: Setup, measures: Sequence[Measure]) -> OutlierRule:
+def outlier_rule(setup: Setup, measures: Sequence[Measure]) -> OutlierRule:
     """The rule of a run's config; all that it names is checked and read, before anything is measured.
 
     Raises ConfigError and DataError: for a reference that does not exist or was measured with something else,
     a score or a group that will not be a column, and a name that is not a detector.
     """
-    outliers = run.config.analyze.outliers
+    outliers = setup.config.analyze.outliers
     for each in outliers.detectors:
-        detector_from(each.name, each.options, run.config.base)
-    if outliers.group_by == "length" and run.criterion.kind != "token":
+        detector_from(each.name, each.options, setup.config.base)
+    if outliers.group_by == "length" and setup.criterion.kind != "token":
         raise ConfigError(
             "analyze.outliers.group_by: length counts positions, and the loss"
-            f" {run.config.loss.name} has none; expected class, or a column"
+            f" {setup.config.loss.name} has none; expected class, or a column"
         )
-    _require_column(run, measures)
-    return OutlierRule(run, _column_of_data(run, measures), _stored_reference(run, measures))
+    _require_column(setup, measures)
+    return OutlierRule(setup, _column_of_data(setup, measures), _stored_reference(setup, measures))
 
 
-def _require_column(run: Setup, measures: Sequence[Measure]) -> None:
+def _require_column(setup: Setup, measures: Sequence[Measure]) -> None:
     """Raises ConfigError for a score that will be no column; columns that a measure does not tell are found
     later.
     """
-    outliers = run.config.analyze.outliers
+    outliers = setup.config.analyze.outliers
     known = ["grad_norm", "log_norm", "loss", "confidence", "prediction", "token_accuracy", "length"]
     known += [column for measure in measures for column in measure.meanings]
     known += [f"{each.name}_score" for each in outliers.detectors]
@@ -90,25 +89,27 @@ def _require_column(run: Setup, measures: Sequence[Measure]) -> None:
         )
 
 
-def _column_of_data(run: Setup, measures: Sequence[Measure]) -> tuple[str, npt.NDArray[Any]] | None:
+def _column_of_data(setup: Setup, measures: Sequence[Measure]) -> tuple[str, npt.NDArray[Any]] | None:
     """The column that groups samples, where it is one of the dataset and none of what is measured."""
-    by = run.config.analyze.outliers.group_by
+    by = setup.config.analyze.outliers.group_by
     if by is None or by in {"class", "length", *SAMPLE_COLUMNS} or _giving(measures, by):
         return None
-    units = run.other_samples(run.config.data, by).units
+    units = setup.other_samples(setup.config.data, by).units
     if units is None:
         return None
-    return by, units[run.samples.rows] if isinstance(run.samples, DrawnSamples) else units
+    return by, units[setup.samples.rows] if isinstance(setup.samples, DrawnSamples) else units
 
 
-def _stored_reference(run: Setup, measures: Sequence[Measure]) -> Reference | None:
+def _stored_reference(setup: Setup, measures: Sequence[Measure]) -> Reference | None:
     """The samples of a finished run, or of a baseline, with their scores."""
-    outliers = run.config.analyze.outliers
+    outliers = setup.config.analyze.outliers
     if outliers.reference is None:
         return None
-    path, source = run.config.base / outliers.reference, str(outliers.reference)
-    column, ours = scored_by(outliers.score, [each.name for each in outliers.detectors]), _measured_as(run)
+    path, source = setup.config.base / outliers.reference, str(outliers.reference)
+    column, ours = scored_by(outliers.score, [each.name for each in outliers.detectors]), _measured_as(setup)
     if path.suffix == ".json":
+        from psgrad.quality.baselines import read_baseline, read_reference
+
         saved = read_baseline(path).reference
         if saved is None:
             raise DataError(
@@ -149,15 +150,15 @@ def _giving(measures: Sequence[Measure], column: str) -> list[Measure]:
     ]
 
 
-def _measured_as(run: Setup) -> dict[str, Any]:
+def _measured_as(setup: Setup) -> dict[str, Any]:
     """What the scores of the run depend on; see psgrad.quality.references."""
-    parameters = run.loaded.model.parameters()
+    parameters = setup.loaded.model.parameters()
     return measured_as(
         RunManifest(
-            config=run.config.model_dump(mode="json"),
+            config=setup.config.model_dump(mode="json"),
             model=ModelFacts(
-                sha256=run.loaded.sha256, trainable=sum(p.numel() for p in parameters if p.requires_grad)
+                sha256=setup.loaded.sha256, trainable=sum(p.numel() for p in parameters if p.requires_grad)
             ),
-            hashes=run.hashes(measure_specs(run.config)),
+            hashes=setup.hashes(measure_specs(setup.config)),
         )
     )

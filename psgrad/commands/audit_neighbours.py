@@ -85,7 +85,7 @@ def contributions(setup: PrivateSetup) -> Contributions:
     chosen = np.unique(np.linspace(0, len(setup.records) - 1, _REPEATED, dtype=np.int64))
     _by_record(setup, chosen)(setup.clipping)  # the first computation sizes chunks, which takes coins, too
     sums = {int(record): dict(_by_record(setup, record[None])(setup.clipping).sums) for record in chosen}
-    return Contributions(sums, Unchanged(setup.run.model, setup.run.criterion.function))
+    return Contributions(sums, Unchanged(setup.common.model, setup.common.criterion.function))
 
 
 def audited_state(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
@@ -114,14 +114,14 @@ def with_extreme_records(setup: PrivateSetup) -> PrivateSetup:
 
     A dataset without floating-point inputs has no such records.
     """
-    records, rows = setup.records, len(setup.run.samples)
+    records, rows = setup.records, len(setup.common.samples)
     extremes = list(_EXTREME_FACTORS.values()) if has_floats(setup) else []
 
     def multiplied(block: Block, numbers: torch.Tensor) -> Block:
         factors = np.array([1.0, *extremes])[numbers.numpy() // rows]
         return dataclasses.replace(block, inputs=tuple(_times(x, factors) for x in block.inputs))
 
-    again = ChosenRows(setup.run.reader, np.arange(rows * (1 + len(extremes))) % rows)
+    again = ChosenRows(setup.common.reader, np.arange(rows * (1 + len(extremes))) % rows)
     own = records.rows_of(0)
     more = [own + rows * kind for kind in range(1, len(extremes) + 1)]
     order = np.concatenate([records.rows_of_each(np.arange(len(records))), *more])
@@ -140,7 +140,7 @@ def _by_record(setup: PrivateSetup, records: np.ndarray) -> GradientSource:
     def source(clipping: Clipping) -> ClippedSum:
         if not setup.draws:
             return setup.source(records)(clipping)
-        total = Total(clipping, setup.run.objective.params)
+        total = Total(clipping, setup.common.objective.params)
         for record in records:
             with setup.unchanged.throughout():
                 total.add(setup.streams.source(record[None], 0, 0, int(record))(clipping))
@@ -151,7 +151,7 @@ def _by_record(setup: PrivateSetup, records: np.ndarray) -> GradientSource:
 
 def has_floats(setup: PrivateSetup) -> bool:
     """Whether some input of a row is floating point."""
-    return any(x.is_floating_point() for x in setup.run.samples.take([0]).inputs)
+    return any(x.is_floating_point() for x in setup.common.samples.take([0]).inputs)
 
 
 def _times(x: Tensor, factors: np.ndarray) -> Tensor:

@@ -5,6 +5,7 @@ analyze`.
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,6 @@ import pandas as pd
 from psgrad.config import GateConfig
 from psgrad.config.reading import load_gate
 from psgrad.errors import ConfigError, DataError, OutputError
-from psgrad.quality.baselines import changed, gone, mark_known, read_baseline, written
 from psgrad.quality.findings import (
     LEAK_OF,
     NEEDED,
@@ -29,7 +29,7 @@ from psgrad.quality.findings import (
 )
 from psgrad.quality.gates import evaluate
 from psgrad.run import RunFolder
-from psgrad.run.finished import finished_manifest, read_columns, write_check
+from psgrad.run.finished import finished_manifest, read_samples, write_check
 from psgrad.run.results import CheckResult, Location
 from psgrad.run.results.check import Baseline, BaselineChange, CheckFacts
 from psgrad.run.results.manifest import RunManifest
@@ -56,9 +56,11 @@ def gate_files(gate: GateConfig, base: Path) -> GateFiles:
     A baseline that is not there yet holds nothing: everything counts as new, and a warning says so. Raises
     ConfigError and DataError.
     """
-    baseline, warnings = None, []
+    baseline, warnings = None, list[str]()
     baseline_path = None if gate.baseline is None else base / gate.baseline
     if baseline_path is not None and baseline_path.exists():
+        from psgrad.quality.baselines import read_baseline
+
         baseline = read_baseline(baseline_path)
     elif baseline_path is not None:
         warnings.append(
@@ -80,6 +82,8 @@ def check(folder: Path, *, settings: Sequence[str] = (), baseline: Path | None =
     run = finished_manifest(folder)
     gate, base = _gate_of(run, settings)
     if baseline is not None:
+        from psgrad.quality.baselines import read_baseline
+
         read_baseline(baseline)  # a file that the user named must exist
         gate = gate.model_copy(update={"baseline": baseline.absolute()})
     found = _check(_samples(folder, run), run, str(folder), gate_files(gate, base))
@@ -106,7 +110,7 @@ def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) 
     Raises DataError for a folder that holds no finished run, ConfigError for a run of a part of the dataset,
     OutputError.
     """
-    from psgrad.quality.baselines import saved_reference
+    from psgrad.quality.baselines import changed, read_baseline, saved_reference, written
 
     run = finished_manifest(folder)
     if run.partial:
@@ -136,6 +140,8 @@ def _check(samples: pd.DataFrame, run: RunManifest, folder: str, files: GateFile
     partial = f"the run {run.partial}" if run.partial else None
     named = named_samples(samples, run)
     if files.baseline is not None:
+        from psgrad.quality.baselines import gone, mark_known
+
         named = mark_known(named, files.baseline)
         # A run of a part of the dataset knows nothing about the rest.
         if not partial and (stale := gone(named, files.baseline)):
@@ -171,8 +177,10 @@ def _gate_of(run: RunManifest, settings: Sequence[str]) -> tuple[GateConfig, Pat
 def _samples(folder: Path, run: RunManifest) -> pd.DataFrame:
     by = run.setting("analyze", "outliers", "group_by")
     # Columns by which a baseline groups scores, in addition to those that findings are made of.
-    return read_columns(
-        folder, NEEDED, (*OPTIONAL, run.score, "log_norm", *(("target", "length", by) if by else ()))
+    return read_samples(
+        folder,
+        NEEDED,
+        (*OPTIONAL, "dataset_row", run.score, "log_norm", *(("target", "length", by) if by else ())),
     )
 
 
@@ -182,32 +190,46 @@ def _located(
     """The data file, relative to the current directory where it is below that, and the lines of the rows that
     are named.
 
-    Lines are left out where the file is not there any more, or is not the one that was read.
+    Lines are left out where the file is not there any more, is not the one that was read, or has none.
     """
     base, data = Path(run.config_folder), run.setting("data") or {}
     if data.get("path") is None:
         code = str(data.get("factory") or "data").rpartition(":")[0] or str(data.get("factory"))
-        return Location(_shown(base / code if code.endswith(".py") else Path(code))), {}
+        return Location(shown_path(base / code if code.endswith(".py") else Path(code))), {}
     paths = data["path"] if isinstance(data["path"], list) else [data["path"]]
     path = base / paths[0]
     lines: dict[int, int] = {}
-    if path.suffix.lower() == ".csv" and len(ordered):
-        rows = samples["index"].to_numpy(int)[ordered["row"].to_numpy(int)]
-        from psgrad.data.sources.csv_files import csv_lines  # which these files alone need
+    if len(ordered):
         from psgrad.run.identity import files_sha256
 
+        shown = samples.iloc[ordered["row"].to_numpy(int)]
+        rows = shown["dataset_row" if "dataset_row" in shown else "index"].tolist()
         try:
             if files_sha256([path]) == run.data.fingerprint:
-                lines = csv_lines(path, rows.tolist())
+                found = row_lines(path, rows)
+                lines = {
+                    place: found[row] for place, row in zip(shown["index"], rows, strict=True) if row in found
+                }
         except (OSError, DataError):
             pass  # a run outlives its data: the path alone says enough
-    return Location(_shown(path)), lines
+    return Location(shown_path(path)), lines
 
 
-def _shown(path: Path) -> str:
-    """As hosts of code want it: relative to the current directory, with slashes."""
-    import os
+def row_lines(path: Path, rows: Sequence[int]) -> dict[int, int]:
+    """row -> its line, from 1, in a file of lines; empty for other files. Raises OSError and DataError."""
+    if path.suffix.lower() in (".csv", ".tsv"):
+        from psgrad.data.sources.csv_files import csv_lines  # which these files alone need
 
+        return csv_lines(path, rows)
+    if path.suffix.lower() not in (".jsonl", ".ndjson"):
+        return {}
+    with path.open("rb") as file:
+        numbers = [number for number, line in enumerate(file, 1) if line.strip()]
+    return {row: numbers[row] for row in rows if row < len(numbers)}
+
+
+def shown_path(path: Path) -> str:
+    """As hosts of code want it: relative to the current directory where it is below that, with slashes."""
     relative = os.path.relpath(path)
     return (path if relative.startswith("..") else Path(relative)).as_posix()
 

@@ -1,6 +1,6 @@
-"""The checkpoints of a training run: a run at another of them, those of `analyze.checkpoints`, one at a time,
-and those of `influence.checkpoints`, all at once. Each is known to be there and to fit the model before any
-work.
+"""The checkpoints of a training run: a setup at another of them, those of `analyze.checkpoints`, one at a
+time, and those of `influence.checkpoints`, all at once. Each is known to be there and to fit the model before
+any work.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from psgrad.models.model_identity import identify
 from psgrad.wording import first_of
 
 
-def at_checkpoint(run: Setup, path: Path) -> Setup:
-    """The run with the weights of another checkpoint. Raises CheckpointError for the checkpoint of a
+def at_checkpoint(setup: Setup, path: Path) -> Setup:
+    """The setup with the weights of another checkpoint. Raises CheckpointError for the checkpoint of a
     model with other parameters.
     """
-    loaded = run.model_at(path)
-    model = place(loaded.model, run.device, run.dtype, run.config.model.dtype, run.supply)
-    if run.recompute is not None:
-        run.recompute.add(model)
-    objective = run.objective.with_model(model)
+    loaded = setup.model_at(path)
+    model = place(loaded.model, setup.device, setup.dtype, setup.config.model.dtype, setup.supply)
+    if setup.recompute is not None:
+        setup.recompute.add(model)
+    objective = setup.objective.with_model(model)
     ours, theirs = (
         {name: tuple(value.shape) for name, value in each.params.items()}
-        for each in (run.objective, objective)
+        for each in (setup.objective, objective)
     )
     odd = sorted({name for name, _ in ours.items() ^ theirs.items()})
     if odd:
@@ -41,7 +41,7 @@ def at_checkpoint(run: Setup, path: Path) -> Setup:
             f" {first_of(odd, 1)}; expected checkpoints of one training run",
             hint="a folder of another model, or an adapter where the config has none",
         )
-    return replace(run, checkpoint=path, loaded=loaded, model=model, objective=objective)
+    return replace(setup, checkpoint=path, loaded=loaded, model=model, objective=objective)
 
 
 def same_weights(first: object, second: object, key: str) -> ConfigError:
@@ -60,32 +60,33 @@ def same_weights(first: object, second: object, key: str) -> ConfigError:
 # -- of analyze ---------------------------------------------------------------------------------------------
 
 
-def checkpoint_models(run: Setup) -> list[CheckpointModel]:
+def checkpoint_models(setup: Setup) -> list[CheckpointModel]:
     """The checkpoints of `analyze.checkpoints`, named as in the config; one at a time is in memory.
 
     Raises ConfigError for a file that is not there and for the same weights twice, CheckpointError for a file
     that can't be read or does not fit the model.
     """
-    paths, base = run.config.analyze.checkpoints or [], run.config.base
+    paths, base = setup.config.analyze.checkpoints or [], setup.config.base
     for path in paths:  # all of them, before the first is read
         require_checkpoint(base / path)
     met: dict[str, Path] = {}
     for path in paths:
-        weights = identify(run.model_at(path).model).weights_sha256
+        weights = identify(setup.model_at(path).model).weights_sha256
         if weights in met:
             raise same_weights(met[weights], path, "analyze.checkpoints")
         met[weights] = path
-    return [CheckpointModel(str(path), partial(_objective, run, path)) for path in paths]
+    return [CheckpointModel(str(path), partial(_objective, setup, path)) for path in paths]
 
 
-def _objective(run: Setup, path: Path) -> Objective:
-    return at_checkpoint(run, path).objective.with_summary(None)
+def _objective(setup: Setup, path: Path) -> Objective:
+    return at_checkpoint(setup, path).objective.with_summary(None)
 
 
-def checkpoints_sha256(run: Setup) -> dict[str, str]:
+def checkpoints_sha256(setup: Setup) -> dict[str, str]:
     """The hash of each checkpoint's file, by its name in the config."""
     return {
-        str(path): checkpoint_hash(run.config.base / path) for path in run.config.analyze.checkpoints or []
+        str(path): checkpoint_hash(setup.config.base / path)
+        for path in setup.config.analyze.checkpoints or []
     }
 
 
@@ -97,10 +98,10 @@ def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
     return list(config.influence.checkpoints) if config.influence.checkpoints else [None]
 
 
-def run_at(run: Setup, number: int) -> Setup:
-    """The run at another of its checkpoints. run: at the first one."""
-    checkpoint = checkpoints_of(run.config)[number]
-    return run if number == 0 or checkpoint is None else at_checkpoint(run, checkpoint.path)
+def setup_at(setup: Setup, number: int) -> Setup:
+    """The setup at another of its checkpoints. setup: at the first one."""
+    checkpoint = checkpoints_of(setup.config)[number]
+    return setup if number == 0 or checkpoint is None else at_checkpoint(setup, checkpoint.path)
 
 
 def sha256_at(config: Config, number: int) -> str | None:

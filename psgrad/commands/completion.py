@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from psgrad.config import Config, MethodConfig
-from psgrad.quality.baselines import read_baseline
 from psgrad.quality.references import CLASSES, measured_as
 from psgrad.run.finished import finished_manifest
 
@@ -22,6 +21,8 @@ def completed_for_analyze(config: Config) -> Config:
         return config
     path = config.base / source
     if path.suffix == ".json":
+        from psgrad.quality.baselines import read_baseline
+
         stored = (read_baseline(path).reference or {}).get("measured_as", {})
     else:
         stored = measured_as(finished_manifest(path))

@@ -7,7 +7,7 @@ from pathlib import Path
 from psgrad.errors import DataError
 from psgrad.quality.references import changed_keys, code_changes, measured_as
 from psgrad.quality.run_comparison import changes_of, counts_of, matched, spearman
-from psgrad.run.finished import finished_manifest, read_columns
+from psgrad.run.finished import finished_manifest, read_samples
 from psgrad.run.results.check import Comparison
 from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import short_repr
@@ -32,11 +32,11 @@ def diff(a: Path, b: Path, *, top: int = 20) -> Comparison:
         )
         score, tail = ("grad_norm", "upper")
     warnings += _differences(theirs, ours)
-    before, after = (read_columns(run, _COLUMNS, (score,)) for run in (a, b))
+    before, after = (read_samples(run, _COLUMNS, (score,)) for run in (a, b))
     if score not in before or score not in after:
         warnings.append(f"not both runs have the column {score}: gradient norms are compared")
         score, tail = "grad_norm", "upper"
-        before, after = (read_columns(run, (*_COLUMNS, score)) for run in (a, b))
+        before, after = (read_samples(run, (*_COLUMNS, score)) for run in (a, b))
     both = matched(before, after, score, tail)
     counts = counts_of(both)
     if not counts["common"]:

@@ -92,7 +92,7 @@ def dp_audit(
     count = canaries if canaries is not None else canaries_for(setup)
     planted = Canaries.plant(setup.parameters, setup.clipping, count, random)
     folder = PrivateRunFolder.create(path, overwrite)
-    with run.begin(describe_run("dp-audit", setup.run, None), folder):
+    with run.begin(describe_run("dp-audit", setup.common, None), folder):
         alone = None if canaries_only else contributions(setup)
         with run.clock("canaries"), leading(setup, processes) as summed:
             # The config's seed is for its run; an audit does not use it.

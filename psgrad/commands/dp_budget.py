@@ -248,7 +248,7 @@ class Budget:
 def budget_of(setup: PrivateSetup, data: str, run: str) -> Budget | None:
     """The budget that the config names, None for none. data: the fingerprint of the data."""
     wanted = setup.privacy.budget
-    return None if wanted is None else Budget(setup.run.config.base / wanted.file, setup, data, run)
+    return None if wanted is None else Budget(setup.config.base / wanted.file, setup, data, run)
 
 
 def require_same_budget(header: Mapping[str, Any], budget: Budget | None) -> None:

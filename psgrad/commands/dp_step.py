@@ -101,7 +101,7 @@ def dp_step(
         if budget is not None:
             budget.require(before, ahead)
     with run.clock("self-check"):
-        manifest = describe_run("dp-step", setup.run, setup.run.stream(lambda _: None))
+        manifest = describe_run("dp-step", setup.common, setup.common.stream(lambda _: None))
         setup.unchanged.require(by_bits=True)
     manifest = replace(manifest, hashes=hashes)
     optimizer = make_optimizer(privacy.optimizer.name, privacy.optimizer.kwargs, setup.parameters.values())
@@ -114,7 +114,7 @@ def dp_step(
         was = require_same_data(folder, hashes)
         snapshot = last_snapshot(folder, before)
         if snapshot is not None:
-            snapshot.restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint))
+            snapshot.restore(tensors_of(setup.common.model), optimizer, str(folder.checkpoint))
         require_same_run(before.header, header, f"the ledger {folder.ledger}")
         require_same_code(folder, was, hashes)
         manifest, notes = replace(manifest, hashes=was), weights_note(before.header, hashes)
@@ -159,7 +159,7 @@ def dp_step(
                             files.release(noisy)
                         files.show(progress, taken + asked)
             finally:
-                run.add(engine=replace(run.manifest.engine, **setup.run.counts.facts()))
+                run.add(engine=replace(run.manifest.engine, **setup.common.counts.facts()))
         with run.clock("accounting"):
             return files.finish(notes)
 

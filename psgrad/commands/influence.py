@@ -38,6 +38,7 @@ from psgrad.engine.influence.index.build import from_index
 from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.ranking import divisor, joined_self
 from psgrad.run import RunFolder
+from psgrad.run.folders import packed
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.results import ShowProgress
@@ -88,19 +89,19 @@ def influence(
     with run.clock("load"):
         setup = set_up_influence(config, run)
         require_tokens(setup)
-        index = None if config.influence.index is None else open_index(setup.run)
+        index = None if config.influence.index is None else open_index(setup.common)
         if index is not None:
             setup = replace(setup, method=from_index(setup.method, index))
     if not processes.leads:
         checked(scored(setup, index, matrix, run), run)
         return None
     with run.clock("self-check"):
-        specs = [setup.run.config.influence.method.name, setup.run.config.influence.measurement.name]
-        manifest = describe_run("influence", setup.run, setup.views[0].training.stream, specs)
+        specs = [setup.config.influence.method.name, setup.config.influence.measurement.name]
+        manifest = describe_run("influence", setup.common, setup.views[0].training.stream, specs)
         manifest = replace(manifest, influence=described(setup))
     with run.begin(manifest):
         found = scored(setup, index, matrix, run)
-        require_unchanged(setup.run.samples.stamps)
+        require_unchanged(setup.common.samples.stamps)
         result = result_of(found, run)
         with run.clock("tables"):
             write_tables(result, found.scores.matrix if matrix else None, run.folder)
@@ -146,7 +147,7 @@ class Scored:
 
 def scored(setup: InfluenceSetup, index: GradientIndex | None, matrix: bool, run: AnyRun) -> Scored:
     """What all processes compute together, of rows that are finite. index: the one that answers."""
-    wanted, clock = setup.run.config.influence, run.clock
+    wanted, clock = setup.config.influence, run.clock
     with clock("screening"):
         stored = None if index is None else stored_row_norms(index)
         setup, screening = without_nonfinite(setup, run.say, stored)
@@ -202,10 +203,12 @@ def result_of(found: Scored, run: AnyRun) -> InfluenceResult:
             queries=len(queries),
             queries_nonfinite=int((queries["status"] != "ok").sum()),
         ),
-        engine=replace(run.manifest.engine, processes=size if size > 1 else None, **setup.run.counts.facts()),
+        engine=replace(
+            run.manifest.engine, processes=size if size > 1 else None, **setup.common.counts.facts()
+        ),
     )
     first, examples = shown_rows(pairs, queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, larger_is_worse)
-    seen, asked = setup.run.config.report.include_inputs, setup.query_reader.samples
+    seen, asked = setup.config.report.include_inputs, setup.query_reader.samples
     return InfluenceResult(
         scores=pairs,
         queries=queries,
@@ -218,10 +221,10 @@ def result_of(found: Scored, run: AnyRun) -> InfluenceResult:
         measurement=setup.measurement.name,
         shown=found.scores.shown,
         query_inputs={row: input_of(asked, row) for row in first} if seen else {},
-        training_inputs={row: input_of(setup.run.samples, row) for row in examples} if seen else {},
+        training_inputs={row: input_of(setup.common.samples, row) for row in examples} if seen else {},
         facts=fit,
         warnings=run.messages,
-        class_names=setup.run.config.data.class_names,
+        class_names=setup.config.data.class_names,
         larger_is_worse=larger_is_worse,
         questions=found.questions,
         tokens=found.tokens,
@@ -233,7 +236,7 @@ def checked(found: Scored, run: AnyRun) -> RemovalCheck | None:
     setup = found.setup
     if not described(setup).predicts_removal:
         return None
-    with run.clock("check"), errors_of_own_method(setup.run.config.influence.method.name):
+    with run.clock("check"), errors_of_own_method(setup.config.influence.method.name):
         return check_removals(setup, found.fitted, found.scores.pairs, found.own, run.say, run.clock.count)
 
 
@@ -243,7 +246,7 @@ def self_influence(
     """[n]: each training example's influence on itself, over checkpoints as scores are; None where the config
     leaves it out, or where it takes a solve an example and the config leaves that open.
     """
-    wanted = setup.run.config.influence.self_influence
+    wanted = setup.config.influence.self_influence
     if wanted == "never":
         return None
     if wanted == "auto" and not all(each.has_self_influence for each in fitted):
@@ -298,10 +301,10 @@ def training_table(
     """One row for each training example, excluded ones too; see TRAINING_COLUMNS. overall: [n], the mean of
     its scores over the queries. own: [n], its self-influence.
     """
-    reader, everything = setup.run.reader, np.arange(len(setup.run.samples))
+    reader, everything = setup.common.reader, np.arange(len(setup.common.samples))
     targets = reader.targets_at(everything)
     columns = {
-        "id": setup.run.samples.ids,
+        "id": setup.common.samples.ids,
         "index": everything,
         **({} if targets is None else {"target": targets}),
         **screening.training.columns,
@@ -332,6 +335,4 @@ def write_tables(result: InfluenceResult, matrix: Mapping[str, np.ndarray] | Non
         tables = [pair.table() for pair in result.tokens]
         folder.write_table("tokens.parquet", pd.concat(tables, ignore_index=True))
     if matrix is not None:
-        from safetensors.numpy import save
-
-        folder.write_bytes("matrix.safetensors", save(dict(matrix)))
+        folder.write_bytes("matrix.safetensors", packed(matrix))

@@ -37,7 +37,7 @@ def with_weight_decay(
 
     row_norms: [n], of the training examples' gradients at the last checkpoint.
     """
-    method, named = setup.method, setup.run.config.influence.method.options.get("weight_decay")
+    method, named = setup.method, setup.config.influence.method.options.get("weight_decay")
     if not _takes_decay(method):
         return setup
     estimate = estimated_decay(setup.views[-1].training, torch.from_numpy(row_norms))
@@ -83,7 +83,7 @@ def check_removals(
 
     own: [n] self-influences. tell: see `Budget`.
     """
-    wanted, pairs = setup.run.config.influence.check, _largest(scores)
+    wanted, pairs = setup.config.influence.check, _largest(scores)
     solvers = [solver for each in fitted if (solver := each.solver()) is not None]
     if wanted == "never" or len(solvers) < len(fitted) or not len(pairs):
         return None
@@ -116,7 +116,7 @@ def check_removals(
         ]
         return float(torch.stack(changes).mean())
 
-    ids, numbers = setup.run.samples.ids, setup.training_rows
+    ids, numbers = setup.common.samples.ids, setup.training_rows
     queries, training = [view.queries for view in setup.views], [view.training for view in setup.views]
     removals = []
     for pair, place in zip(pairs.to_dict("records"), places, strict=True):

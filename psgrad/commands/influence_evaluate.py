@@ -99,7 +99,7 @@ def evaluate_influence(
         _evaluated(setup, kind, run)
         return None
     with run.clock("self-check"):
-        manifest = describe_run("influence-evaluation", setup.run, setup.views[0].training.stream)
+        manifest = describe_run("influence-evaluation", setup.common, setup.views[0].training.stream)
         manifest = replace(manifest, influence=described(setup))
     with run.begin(manifest):
         evaluation, found = _evaluated(setup, kind, run)
@@ -117,7 +117,7 @@ def evaluate_influence(
         )
         manifest = run.add(
             influence=described(evaluation.setup),
-            engine=replace(run.manifest.engine, **setup.run.counts.facts()),
+            engine=replace(run.manifest.engine, **setup.common.counts.facts()),
             evaluation=evaluation_content(result),
         )
         result = replace(result, manifest=manifest)
@@ -224,7 +224,7 @@ def evaluate_loo(evaluation: Evaluation) -> EvaluationScores:
     query_ids = setup.query_reader.samples.ids[asked]
     points = pd.DataFrame(
         {
-            "train_id": np.repeat(setup.run.samples.ids[setup.training_rows][removed], len(query_ids)),
+            "train_id": np.repeat(setup.common.samples.ids[setup.training_rows][removed], len(query_ids)),
             "query_id": np.tile(query_ids, len(removed)),
             "predicted": scores[evaluation.main][removed].ravel(),
             "actual": actual.ravel(),

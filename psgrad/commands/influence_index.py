@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from psgrad.commands.checkpoints import run_at, sha256_at
+from psgrad.commands.checkpoints import setup_at, sha256_at
 from psgrad.commands.completion import completed_for_influence
-from psgrad.commands.influence_inputs import first_run
+from psgrad.commands.influence_inputs import first_setup
 from psgrad.commands.setup import Setup
 from psgrad.config import Config, IndexConfig
 from psgrad.data.reader import CheckedReader
@@ -60,18 +60,18 @@ def influence_index(
     wanted = require_index(config)
     config = completed_for_influence(config, lambda _: None, replaces_index=overwrite)
     processes = OneProcess() if processes is None else processes
-    command = Run(wanted.path, processes, progress)
+    run = Run(wanted.path, processes, progress)
     progress(LOADING)
-    with command.clock("load"):
-        run = first_run(config, processes).with_reader(with_digests=True)
-        read_ahead(run.samples, len(run.samples), progress)
-        description = described_index(run)
+    with run.clock("load"):
+        setup = first_setup(config, processes).with_reader(with_digests=True)
+        read_ahead(setup.samples, len(setup.samples), progress)
+        description = described_index(setup)
     if part is not None:
-        store = GradientIndex.join(wanted.path, description)
+        store = GradientIndex.joined(wanted.path, description)
         processes = RowPart.of(*part, len(store.shards), 1)
     else:
         if processes.leads and update:
-            store = updated(GradientIndex.open(wanted.path), description, run, command.say)
+            store = updated(GradientIndex.open(wanted.path), description, setup, run.say)
         elif processes.leads and resume:
             store = GradientIndex.resume(wanted.path, description)
         elif processes.leads:
@@ -81,19 +81,19 @@ def influence_index(
             store = _made_by_first(wanted.path, description, processes)
 
     def load(number: int) -> Examples:
-        there = run_at(run, number)
-        return Examples(there.objective, run.reader, there.stream_options(command.say))
+        there = setup_at(setup, number)
+        return Examples(there.objective, setup.reader, there.stream_options(run.say))
 
-    with command.clock("gradients"):
+    with run.clock("gradients"):
         build_index(
             store,
             load,
-            say=command.say,
+            say=run.say,
             progress=lambda done, of: progress(Progress(done, of, "index", unit="training example")),
             processes=processes,
-            digests=lambda start, stop: digests_read(run.reader, start, stop),
+            digests=lambda start, stop: digests_read(setup.reader, start, stop),
         )
-    return result_of(store, command.clock) if processes.leads else None
+    return result_of(store, run.clock) if processes.leads else None
 
 
 def _made_by_first(path: Path, description: dict[str, Any], processes: Processes) -> GradientIndex:
@@ -149,31 +149,31 @@ def require_index(config: Config) -> IndexConfig:
     return config.influence.index
 
 
-def open_index(run: Setup) -> GradientIndex:
+def open_index(setup: Setup) -> GradientIndex:
     """The finished index of a run. Raises OutputError where it is not there, half built, or of another
     model, data or settings.
     """
-    store = GradientIndex.open(require_index(run.config).path)
-    store.require(described_index(run))
-    rows = sorted({place * len(run.samples) // _COMPARED for place in range(_COMPARED)})
-    require_losses(store, run, rows, StoredRows(store, 0).losses_and_square_norms()[0][rows])
+    store = GradientIndex.open(require_index(setup.config).path)
+    store.require(described_index(setup))
+    rows = sorted({place * len(setup.samples) // _COMPARED for place in range(_COMPARED)})
+    require_losses(store, setup, rows, StoredRows(store, 0).losses_and_square_norms()[0][rows])
     return store
 
 
-def described_index(run: Setup) -> dict[str, Any]:
+def described_index(setup: Setup) -> dict[str, Any]:
     """The description of a run's index. Two indexes with the same description hold the same rows."""
-    config = run.config
+    config = setup.config
     wanted = require_index(config)
     spec = IndexSpec(**wanted.model_dump(exclude={"path"}))
     count = len(config.influence.checkpoints or [None])
-    hashes = run.hashes()
+    hashes = setup.hashes()
     model = {
         "frozen dtype" if key == "dtype" else key: value
         for key, value in config.model.model_dump(mode="json").items()
         if key != "checkpoint"
     }
     fingerprint: dict[str, Any] = {
-        "data": run.samples.content(),
+        "data": setup.samples.content(),
         "columns": {
             "inputs": config.data.inputs,
             "target": config.data.target,
@@ -188,7 +188,7 @@ def described_index(run: Setup) -> dict[str, Any]:
         CLASSES: config.data.class_names,
         "dtype": config.engine.dtype,
     }
-    training = Examples(run.objective, run.reader)
+    training = Examples(setup.objective, setup.reader)
     return describe(spec, training, fingerprint, count)
 
 
@@ -213,7 +213,7 @@ def digests_read(reader: CheckedReader, start: int, stop: int) -> np.ndarray:
 
 
 def updated(
-    current: GradientIndex, description: dict[str, Any], run: Setup, say: Callable[[str], None]
+    current: GradientIndex, description: dict[str, Any], setup: Setup, say: Callable[[str], None]
 ) -> GradientIndex:
     """A finished index as it follows its data: rows that are no more there are left out, and new ones are to
     be written. The index itself where nothing has changed.
@@ -225,15 +225,15 @@ def updated(
     same = {name: value for name, value in description.items() if name != "rows"}
     data = current.description["fingerprint"]["data"]
     current.require(same | {"fingerprint": description["fingerprint"] | {"data": data}})
-    n = len(run.samples)
+    n = len(setup.samples)
     for start in range(0, n, _READ):
-        run.reader.take(range(start, min(start + _READ, n)))
+        setup.reader.take(range(start, min(start + _READ, n)))
     stored = np.concatenate([block["digest"] for _, block in current.blocks(0, BLOCK, ("digest",))])
-    kept = kept_rows(stored, digests_read(run.reader, 0, n))
+    kept = kept_rows(stored, digests_read(setup.reader, 0, n))
     if len(kept):
         rows = np.arange(0, len(kept), -(-len(kept) // _COMPARED))
         losses = StoredRows(current, 0).losses_and_square_norms()[0][kept[rows]]
-        require_losses(current, run, rows.tolist(), losses)
+        require_losses(current, setup, rows.tolist(), losses)
     added, deleted = n - len(kept), len(stored) - len(kept)
     say(f"{len(kept):,} rows are kept, {added:,} are added, and {deleted:,} are deleted")
     if not added and not deleted and current.description == as_stored(description):
@@ -255,13 +255,13 @@ def kept_rows(stored: np.ndarray, now: np.ndarray) -> np.ndarray:
     return np.array(kept, np.int64)
 
 
-def require_losses(index: GradientIndex, run: Setup, rows: list[int], known: torch.Tensor) -> None:
+def require_losses(index: GradientIndex, setup: Setup, rows: list[int], known: torch.Tensor) -> None:
     """Raises OutputError where the losses of some rows are not those that an index knows, float64.
 
     A description does not see what code reads from elsewhere while it runs.
     """
-    found = run.stream(lambda _: None).gradients(rows).losses.double().cpu()
-    rounding = torch.finfo(run.objective.autocast or run.dtype).eps ** 0.5
+    found = setup.stream(lambda _: None).gradients(rows).losses.double().cpu()
+    rounding = torch.finfo(setup.objective.autocast or setup.dtype).eps ** 0.5
     different = known.isfinite() & ~torch.isclose(found, known, rtol=rounding, atol=rounding)
     if bool(different.any()):
         place = int(different.nonzero()[0])

@@ -32,19 +32,19 @@ from psgrad.run.results.analyze import rows_where
 # -- checkpoints ---------------------------------------------------------------------------------------------
 
 
-def first_run(config: Config, processes: Processes) -> Setup:
+def first_setup(config: Config, processes: Processes) -> Setup:
     """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
     random, and for what is not computed for losses with weights, or for groups of rows.
     """
-    run = set_up(config, "influence.parameters", processes)
-    if run.samples.weighted:
+    setup = set_up(config, "influence.parameters", processes)
+    if setup.samples.weighted:
         _require_of_weights(config)
-    if run.draws_at_random():
+    if setup.draws_at_random():
         raise ConfigError(
             "the model draws random numbers in train mode, so an example has no one gradient",
             hint="set model.mode: eval",
         )
-    return run
+    return setup
 
 
 class CalledModel(nn.Module):
@@ -58,7 +58,7 @@ class CalledModel(nn.Module):
         return self.how(self.model, *inputs)
 
 
-def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
+def fresh_models(config: Config, setup: Setup) -> Callable[[int], nn.Module]:
     """seed -> a model with fresh weights, never a copy of the trained one. Those of its parameters are
     trained that the factory left so. It takes its inputs by position, and returns what the loss reads.
     """
@@ -70,8 +70,8 @@ def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
     bare = config.model.model_copy(update={"checkpoint": None})
 
     def fresh(seed: int) -> nn.Module:
-        model = load_model(bare, config.base).model.to(run.device, run.dtype)
-        how = replace(run.forward, weighted=False)  # a trainer knows no weights
+        model = load_model(bare, config.base).model.to(setup.device, setup.dtype)
+        how = replace(setup.forward, weighted=False)  # a trainer knows no weights
         return model if how == BY_POSITION else CalledModel(model, how)
 
     return fresh
@@ -109,20 +109,20 @@ def _require_of_weights(config: Config) -> None:
 
 def queries_of(
     config: Config,
-    run: Setup,
+    setup: Setup,
     measurement: Measurement,
     at_last: Callable[[], Setup],
     processes: Processes,
 ) -> tuple[CheckedReader, np.ndarray]:
-    """(the reader of the queries, which rows they are). at_last: the run at its last checkpoint, whose losses
-    and predictions queries are chosen by; a pass that the processes share.
+    """(the reader of the queries, which rows they are). at_last: the setup at its last checkpoint, whose
+    losses and predictions queries are chosen by; a pass that the processes share.
     """
-    wanted, samples = config.influence.queries, run.samples
+    wanted, samples = config.influence.queries, setup.samples
     with errors_about_queries():
         # A measurement has no weight, whatever weights the training losses have.
         if wanted is not None and (own := wanted.own_data) is not None:
-            samples = run.other_samples(own, weighted=False)
-        reader = run.reader_of(samples, measurement.criterion)
+            samples = setup.other_samples(own, weighted=False)
+        reader = setup.reader_of(samples, measurement.criterion)
     if wanted is None:
         return reader, np.arange(len(samples))
     rows = _listed(wanted, samples)
@@ -185,9 +185,9 @@ def _table(
     targets = None if samples.targets is None else samples.targets[rows]
     known = {"id", "index"} | (set() if targets is None else {"target", "label"})
     if wanted.worst is not None or names - known:
-        run = at_last()
-        reader = run.reader_of(samples)
-        columns |= losses_of(run, reader, rows, lambda _: None, processes)
+        setup = at_last()
+        reader = setup.reader_of(samples)
+        columns |= losses_of(setup, reader, rows, lambda _: None, processes)
         targets = reader.targets_at(rows)
         if "confidence" in columns and targets is not None:
             columns["correct"] = columns["prediction"] == targets
@@ -216,15 +216,17 @@ def errors_about_queries() -> AbstractContextManager[None]:
 
 
 def losses_of(
-    run: Setup,
+    setup: Setup,
     reader: CheckedReader,
     rows: np.ndarray,
     say: Callable[[str], None],
     processes: Processes | None = None,
 ) -> dict[str, np.ndarray]:
     """The loss, and what else a forward pass tells, of these rows of a dataset: name -> [n]."""
-    options, shared = run.stream_options(say), OneProcess() if processes is None else processes
-    examples = Examples(run.objective_of(reader.samples), ChosenRows(reader, rows), options, processes=shared)
+    options, shared = setup.stream_options(say), OneProcess() if processes is None else processes
+    examples = Examples(
+        setup.objective_of(reader.samples), ChosenRows(reader, rows), options, processes=shared
+    )
     chunks = [found for _, found in examples.losses()]
     return {name: torch.cat([chunk[name] for chunk in chunks]).cpu().numpy() for name in chunks[0]}
 

@@ -64,7 +64,7 @@ class Evaluation:
 
     @property
     def wanted(self) -> EvaluationConfig:
-        return self.setup.run.config.influence.evaluate
+        return self.setup.config.influence.evaluate
 
     @property
     def main(self) -> str:
@@ -126,7 +126,7 @@ class Evaluation:
         self, fits: Fits, asked: Array, only: Collection[str] | None = None
     ) -> tuple[dict[str, Array], set[str]]:
         """(name -> [n, m] of methods and controls, the names of the controls). only: which of these."""
-        queries, divided_by = self.queries(asked), self.setup.run.config.influence.normalize
+        queries, divided_by = self.queries(asked), self.setup.config.influence.normalize
         scores = {}
         for name, (method, fitted) in fits.items():
             normalize = divided_by if name == self.main and divided_by != "none" else None
@@ -175,10 +175,10 @@ def evaluation_of(setup: InfluenceSetup, run: Run[Any]) -> Evaluation:
     """The evaluation that a config describes, with what is stored in the run's folder. Raises ConfigError
     for methods or a training function that are not there.
     """
-    config, wanted = setup.run.config, setup.run.config.influence.evaluate
-    fresh = fresh_models(config, setup.run)
+    config, wanted = setup.config, setup.config.influence.evaluate
+    fresh = fresh_models(config, setup.common)
     rows = LoadedRows.of(setup.views[0].training)
-    train = trainer_of(config, fresh, rows, setup.run.criterion.function)
+    train = trainer_of(config, fresh, rows, setup.common.criterion.function)
     asked = setup.query_rows
     if wanted.queries is not None and wanted.queries < len(asked):  # a random choice of them, in order
         asked = np.sort(np.random.default_rng([wanted.seed, 2]).choice(asked, wanted.queries, replace=False))
@@ -212,11 +212,11 @@ def _say_what_differs(
             "the model's factory gives the same weights whatever the seed: trainings differ in the order of"
             " the rows alone"
         )
-    if setup.run.objective.autocast is not None:
+    if setup.common.objective.autocast is not None:
         say("models are retrained in float32, without autocast")
-    if setup.run.config.influence.index is not None:
+    if setup.config.influence.index is not None:
         say("the index is not asked: methods are fitted to the training data, with projections of their own")
-    train = setup.run.config.influence.evaluate.train
+    train = setup.config.influence.evaluate.train
     for name, method in methods.items():
         decay = getattr(method, "weight_decay", train.weight_decay)
         if train.function is None and decay != train.weight_decay:
@@ -245,7 +245,7 @@ def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:
     """A digest of all that retrained models and their measurements depend on, besides the queries and the
     seeds. rows: the training data, by their numbers: one file may have several columns of labels.
     """
-    config = setup.run.config
+    config = setup.config
     influence = config.influence
     named = [influence.measurement.name, influence.evaluate.train.function]
     content = {
@@ -254,7 +254,7 @@ def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:
         "measurement": influence.measurement.model_dump(mode="json"),
         "train": influence.evaluate.train.model_dump(mode="json", exclude={"together"}),
         "engine": config.engine.dtype,
-        "code": setup.run.hashes(named)["code"],
+        "code": setup.common.hashes(named)["code"],
         "rows": rows.digest(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -97,7 +97,7 @@ def rank(
     for first in range(0, m, size):
         here = slice(first, min(first + size, m))
         asked = [view.queries for view in setup.with_queries(setup.query_rows[here]).views]
-        block = _QueryBlock(setup.run.config.influence.top, kept[here])
+        block = _QueryBlock(setup.config.influence.top, kept[here])
         for joined in joined_scores(setup.method, fitted, asked, divisors=divisors):
             block.add(joined)
             progress(Progress(joined.stop, n, "scores", unit="training example"))
@@ -124,7 +124,7 @@ def queries_at_once(setup: InfluenceSetup) -> int:
     """How many queries' gradients may be held for all checkpoints: each in float64, and once more while it is
     made. Where checkpoints are put on one scale, so are all of their scores.
     """
-    training, memory = setup.views[0].training, setup.run.config.engine.memory
+    training, memory = setup.views[0].training, setup.config.engine.memory
     room = training.free_bytes() * _SHARE if memory == "auto" else memory
     numbers = training.flat.size + (len(setup.training_rows) if is_on_one_scale(setup) else 0)
     return max(1, int(room / (2 * 8 * numbers * len(setup.views))))
@@ -161,7 +161,7 @@ class _QueryBlock:
 def _of_all_queries(setup: InfluenceSetup, sums: torch.Tensor) -> tuple[pd.DataFrame, Array]:
     """(the ranked pairs of all queries together, by the mean of their scores; that mean [n])."""
     means = sums[0] / sums[1]  # NaN for an example without a score
-    top, several = setup.run.config.influence.top, means.shape[1] > 1
+    top, several = setup.config.influence.top, means.shape[1] > 1
     whole = [Strongest(top, 1)]
     whole[0].add(0, means[:, :1], **({"score_std": means[:, 1:].std(1, keepdim=True)} if several else {}))
     whole += [_strongest(own.unsqueeze(1), top) for own in means[:, 1:].unbind(1)]
@@ -189,7 +189,7 @@ def _pairs(
     return ranked_pairs(
         ids,
         rows,
-        setup.run.samples.ids,
+        setup.common.samples.ids,
         whole.values.numpy(),
         np.where(places >= 0, setup.training_rows[places], -1),
         {name: value.numpy() for name, value in more.items()},
@@ -198,7 +198,7 @@ def _pairs(
 
 def of_all(setup: InfluenceSetup, values: Array) -> Array:
     """[rows of the training data]: the values of those that are ranked, and NaN of the others."""
-    column = np.full(len(setup.run.samples), np.nan)
+    column = np.full(len(setup.common.samples), np.nan)
     column[setup.training_rows] = values
     return column
 
@@ -208,7 +208,7 @@ def of_all(setup: InfluenceSetup, values: Array) -> Array:
 
 def answered(setup: InfluenceSetup, scores: Array, say: Callable[[str], None]) -> QuestionTables:
     """All that the config asks of the scores [n, m] of the rows that have some."""
-    ids, top = setup.query_reader.samples.ids, setup.run.config.influence.top
+    ids, top = setup.query_reader.samples.ids, setup.config.influence.top
     contrasts, groups = [], pd.DataFrame()
     for pair in setup.contrasts:
         places = [np.flatnonzero(setup.query_rows == row) for row in pair]
@@ -241,8 +241,8 @@ def group_table(scores: Array, groups: Array, query_ids: Array, query_rows: Arra
 def _contrast_table(setup: InfluenceSetup, both: Array, query_ids: Array) -> pd.DataFrame:
     """See QuestionTables.contrasts. both: [n, 2], the scores for the first query and for the second."""
     rows = setup.training_rows
-    strongest = _strongest(torch.from_numpy(both[:, :1] - both[:, 1:]), setup.run.config.influence.top)
-    ids = setup.run.samples.ids[rows]
+    strongest = _strongest(torch.from_numpy(both[:, :1] - both[:, 1:]), setup.config.influence.top)
+    ids = setup.common.samples.ids[rows]
     pairs = ranked_pairs(["-"], [0], ids, strongest.values.numpy(), strongest.rows.numpy())
     places = pairs["train_index"].to_numpy()
     return pairs.assign(

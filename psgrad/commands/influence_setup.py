@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from psgrad.commands.checkpoints import checkpoints_of, run_at, same_weights
+from psgrad.commands.checkpoints import checkpoints_of, same_weights, setup_at
 from psgrad.commands.completion import completed_for_influence
 from psgrad.commands.influence_inputs import (
     contrasted_rows,
     errors_about_queries,
-    first_run,
+    first_setup,
     queries_of,
     with_rows,
 )
@@ -77,13 +77,13 @@ class CheckpointView:
 class InfluenceSetup:
     """What an influence run is made of.
 
-    run: model, loss and training data, at the first checkpoint. requested_rows: the rows of `query_reader`
+    common: what all commands set up, at the first checkpoint. requested_rows: the rows of `query_reader`
     that the config asks about. query_rows: [m], those of them that have scores. training_rows: [n], those of
     the training data that are ranked. groups: [rows of the training data], the group of each, where the
     config names a column. contrasts: pairs of rows of `query_reader`.
     """
 
-    run: Setup
+    common: Setup
     method: Method
     measurement: Measurement
     views: list[CheckpointView]
@@ -93,6 +93,10 @@ class InfluenceSetup:
     training_rows: np.ndarray
     groups: np.ndarray | None = None
     contrasts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def config(self) -> Config:
+        return self.common.config
 
     @property
     def processes(self) -> Processes:
@@ -142,30 +146,30 @@ def errors_of_own_method(name: str) -> Iterator[None]:
 # -- loading -------------------------------------------------------------------------------------------------
 
 
-def set_up_influence(config: Config, command: Run[Any]) -> InfluenceSetup:
-    """Load all that a config names: model, data, queries, method, and each checkpoint. command: whose
-    processes share the passes, and which shows how far these have come, and says what people should know.
+def set_up_influence(config: Config, run: Run[Any]) -> InfluenceSetup:
+    """Load all that a config names: model, data, queries, method, and each checkpoint. run: its processes
+    share the passes; it shows how far these have come, and says what people should know.
 
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
-    say, processes, watch = command.say, command.processes, command.passes()
+    say, processes, watch = run.say, run.processes, run.passes()
     config = completed_for_influence(config, say)
     method = method_from(config.influence.method, config.base)
-    run = first_run(config, processes)
+    setup = first_setup(config, processes)
     # Before queries are chosen by their ids or losses.
-    read_ahead(run.samples, len(run.samples), command.progress)
+    read_ahead(setup.samples, len(setup.samples), run.progress)
     if processes.size > 1:
-        section = run.config.model_dump(mode="json")["influence"]
-        first = {**identity(run, len(run.samples)), **flattened({"influence": section})}
+        section = setup.config.model_dump(mode="json")["influence"]
+        first = {**identity(setup, len(setup.samples)), **flattened({"influence": section})}
         require_same_on_ranks("training data", first, processes)
-    measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
+    measurement = resolve_measurement(config.influence.measurement, setup.criterion, config.base)
     if isinstance(method, TracIn) and method.optimizer == "sgd":
         _warn_of_adam(config, say)
     count = len(checkpoints_of(config))
-    reader, rows = queries_of(config, run, measurement, lambda: run_at(run, count - 1), processes)
+    reader, rows = queries_of(config, setup, measurement, lambda: setup_at(setup, count - 1), processes)
     views: list[CheckpointView] = []
     for number in range(count):
-        there = run_at(run, number)
+        there = setup_at(setup, number)
         _require_another(views, there)
         checkpoint, options = _checkpoint(there, number, len(rows), say), there.stream_options(say)
         shared: dict[str, Any] = {"options": options, "processes": processes, "watch": watch}
@@ -181,11 +185,11 @@ def set_up_influence(config: Config, command: Run[Any]) -> InfluenceSetup:
     }
     require_same_on_ranks("queries", asked, processes)
     column = config.influence.groups
-    groups = None if column is None else run.other_samples(config.data, column).units
+    groups = None if column is None else setup.other_samples(config.data, column).units
     contrasts = contrasted_rows(config, reader.samples, rows)
-    ranked = np.arange(len(run.samples))
+    ranked = np.arange(len(setup.samples))
     return InfluenceSetup(
-        run, method, measurement, views, reader, rows, rows, ranked, groups=groups, contrasts=contrasts
+        setup, method, measurement, views, reader, rows, rows, ranked, groups=groups, contrasts=contrasts
     )
 
 
@@ -201,18 +205,18 @@ def _warn_of_adam(config: Config, say: Callable[[str], None]) -> None:
         )
 
 
-def _require_another(views: list[CheckpointView], run: Setup) -> None:
+def _require_another(views: list[CheckpointView], setup: Setup) -> None:
     """Raises ConfigError for the weights of an earlier checkpoint."""
-    weights = run.model.state_dict()
+    weights = setup.model.state_dict()
     for view in views:
         own = view.training.objective.model.state_dict()
         if own.keys() == weights.keys() and all(torch.equal(own[name], weights[name]) for name in own):
-            raise same_weights(view.path, run.checkpoint, "influence.checkpoints")
+            raise same_weights(view.path, setup.checkpoint, "influence.checkpoints")
 
 
-def _checkpoint(run: Setup, number: int, queries: int, say: Callable[[str], None]) -> Checkpoint:
-    """What a method is told of a checkpoint. run: at it. queries: how many there are."""
-    listed, path = checkpoints_of(run.config), run.checkpoint
+def _checkpoint(setup: Setup, number: int, queries: int, say: Callable[[str], None]) -> Checkpoint:
+    """What a method is told of a checkpoint. setup: at it. queries: how many there are."""
+    listed, path = checkpoints_of(setup.config), setup.checkpoint
     checkpoint = listed[number]
     return Checkpoint(
         number,
@@ -220,15 +224,17 @@ def _checkpoint(run: Setup, number: int, queries: int, say: Callable[[str], None
         say,
         queries,
         of=len(listed),
-        second_moments=lambda: None if path is None else second_moments(run.config.base / path, run.model),
+        second_moments=lambda: (
+            None if path is None else second_moments(setup.config.base / path, setup.model)
+        ),
     )
 
 
-def _measured(run: Setup, measurement: Measurement, reader: CheckedReader) -> Objective:
-    """The objective of the queries: what is measured of them, by the model of a run."""
+def _measured(setup: Setup, measurement: Measurement, reader: CheckedReader) -> Objective:
+    """The objective of the queries: what is measured of them, by the model of a setup."""
     custom = measurement.criterion.kind == "custom"
-    summary = None if custom else summary_for(run.criterion.kind, run.criterion.ignore_index)
-    return run.objective_of(reader.samples).with_scalar(measurement.criterion.function, summary)
+    summary = None if custom else summary_for(setup.criterion.kind, setup.criterion.ignore_index)
+    return setup.objective_of(reader.samples).with_scalar(measurement.criterion.function, summary)
 
 
 # -- rows that have scores -----------------------------------------------------------------------------------
@@ -257,7 +263,7 @@ def without_nonfinite(
     with errors_about_queries():
         queries = [row_norms(view.queries) for view in setup.views]
     screening = ScreenedRows(training, queries)
-    samples = setup.run.samples
+    samples = setup.common.samples
     for what, kept, ids in (
         ("training examples", screening.kept, samples.ids),
         ("queries", screening.asked, setup.query_reader.samples.ids[setup.query_rows]),
@@ -277,7 +283,7 @@ def without_nonfinite(
         return setup, screening
     setup = setup.with_queries(setup.query_rows[screening.asked])
     rows = np.flatnonzero(screening.kept) if stored is None else setup.training_rows
-    reader, numbers = setup.run.reader, torch.from_numpy(rows)
+    reader, numbers = setup.common.reader, torch.from_numpy(rows)
     views = [
         replace(view, training=replace(with_rows(view.training, reader, rows), numbers=numbers))
         for view in setup.views
@@ -295,8 +301,8 @@ def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
     )
     unit = REMOVAL if calibrated else setup.method.unit
     if is_on_one_scale(setup):
-        return f"{RELATIVE}{_ONE_SCALE}{_DIVIDED[setup.run.config.influence.normalize]}"
-    return unit.format(change=setup.measurement.change) + _DIVIDED[setup.run.config.influence.normalize]
+        return f"{RELATIVE}{_ONE_SCALE}{_DIVIDED[setup.config.influence.normalize]}"
+    return unit.format(change=setup.measurement.change) + _DIVIDED[setup.config.influence.normalize]
 
 
 def is_on_one_scale(setup: InfluenceSetup) -> bool:
@@ -317,7 +323,7 @@ _DIVIDED: dict[str, str] = {
 
 def described(setup: InfluenceSetup) -> InfluenceFacts:
     """Facts about the scores for manifest.json, before there are any scores."""
-    wanted = setup.run.config.influence
+    wanted = setup.config.influence
     return InfluenceFacts(
         method=setup.method.name,
         sign=SIGN,
@@ -328,7 +334,7 @@ def described(setup: InfluenceSetup) -> InfluenceFacts:
         measurement=setup.measurement.name,
         normalize=wanted.normalize,
         parameters=list(setup.views[0].training.params),
-        coverage=coverage(setup.run.model, setup.views[0].training.params),
+        coverage=coverage(setup.common.model, setup.views[0].training.params),
         checkpoints=[
             CheckpointFacts(view.path, view.sha256, view.checkpoint.learning_rate) for view in setup.views
         ],

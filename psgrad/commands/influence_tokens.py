@@ -21,11 +21,11 @@ def require_tokens(setup: InfluenceSetup) -> None:
     """Raises ConfigError where scores of tokens are asked for, and the loss, the measurement or the processes
     have none.
     """
-    wanted = setup.run.config.influence
+    wanted = setup.config.influence
     if wanted.level != "token":
         return
-    if setup.run.criterion.kind != "token":
-        problem = f"the loss {setup.run.criterion.name} has one value a sample"
+    if setup.common.criterion.kind != "token":
+        problem = f"the loss {setup.common.criterion.name} has one value a sample"
     elif setup.measurement.name != "loss":
         problem = f"the measurement {setup.measurement.name} is not divided over tokens"
     elif setup.processes.size > 1:
@@ -41,12 +41,12 @@ def token_pairs(
     """The ranked pairs of these queries, token by token; none where the config asks for samples. scores: the
     table of ranked pairs.
     """
-    if setup.run.config.influence.level != "token":
+    if setup.config.influence.level != "token":
         return []
     solver, view = _solver(setup, fitted[-1]), setup.views[-1]
-    ignored = setup.run.criterion.ignore_index
+    ignored = setup.common.criterion.ignore_index
     ignored = -100 if ignored is None else ignored
-    training_ids, query_ids = setup.run.samples.ids, setup.query_reader.samples.ids
+    training_ids, query_ids = setup.common.samples.ids, setup.query_reader.samples.ids
     terms_of = cache(lambda place: TokenTerms.of(view.training, place, ignored))
     found = []
     for query in shown:
@@ -59,7 +59,7 @@ def token_pairs(
         training = [terms_of(int(np.searchsorted(setup.training_rows, row))) for row in rows]
         matrices = token_scores(solver, terms, torch.from_numpy(places), training)
         for row, own, matrix in zip(rows, training, matrices, strict=True):
-            counted, own_text = _text(own, setup.run.samples, setup)
+            counted, own_text = _text(own, setup.common.samples, setup)
             found.append(
                 TokenPair(
                     *(str(query_ids[query]), int(query), str(training_ids[row]), int(row)),
@@ -76,7 +76,7 @@ def _solver(setup: InfluenceSetup, fitted: Fitted) -> Preconditioned:
     solver = fitted.solver()
     if solver is None or solver is not fitted:
         raise InfluenceError(
-            f"influence.level: token: the scores of {setup.run.config.influence.method.name} with these"
+            f"influence.level: token: the scores of {setup.config.influence.method.name} with these"
             " options are not a sum over tokens",
             hint="choose ekfac, or influence with leverage: false and change: gradient",
         )
@@ -87,7 +87,7 @@ def _text(terms: TokenTerms, samples: Samples, setup: InfluenceSetup) -> tuple[n
     """(the positions of the terms that count, the tokens of a sample)."""
     places = np.flatnonzero(terms.counted.cpu().numpy())
     ids, later = _tokens(tuple(x.cpu() for x in terms.inputs), terms.target.cpu(), terms.ignored)
-    shown = samples.tokenizer if setup.run.config.report.include_inputs else None
+    shown = samples.tokenizer if setup.config.report.include_inputs else None
     pieces = None if shown is None else shown.pieces(ids.tolist())
     return places, TokenText(ids.numpy(), places + later, pieces or ())
 

@@ -262,33 +262,33 @@ def measure_from(config: MeasureConfig, base: Path) -> Measure:
 
 
 def prepare(
-    run: Setup, measures: list[Measure], count: int, say: Callable[[str], None]
+    setup: Setup, measures: list[Measure], count: int, say: Callable[[str], None]
 ) -> tuple[Setting, list[Measure]]:
     """(what is measured, all measures of the run); the model's summary is what all of them keep of an output.
 
     `count` rows from the first one on. Raises MeasureError where a measure does not go with the model, the
     loss or the data.
     """
-    summary = summary_for(run.criterion.kind, run.criterion.ignore_index)
+    summary = summary_for(setup.criterion.kind, setup.criterion.ignore_index)
     every = [GradientNorms(), Predictions(summary), *measures]
-    objective = run.objective.with_summary(partial(joined_summary, every))
-    targets = run.reader.samples.targets
+    objective = setup.objective.with_summary(partial(joined_summary, every))
+    targets = setup.reader.samples.targets
     setting = Setting(
-        examples=Examples(objective, ChosenRows(run.reader, range(count)), run.stream_options(say)),
-        kind=run.criterion.kind,
+        examples=Examples(objective, ChosenRows(setup.reader, range(count)), setup.stream_options(say)),
+        kind=setup.criterion.kind,
         targets=(
             torch.as_tensor(targets[:count]) if targets is not None and targets.dtype.kind == "i" else None
         ),
-        classes=run.reader.classes,
-        ignore_index=run.criterion.ignore_index,
-        checkpoints=checkpoint_models(run),
-        seed=run.config.analyze.seed,
-        shows_inputs=run.config.report.include_inputs,
+        classes=setup.reader.classes,
+        ignore_index=setup.criterion.ignore_index,
+        checkpoints=checkpoint_models(setup),
+        seed=setup.config.analyze.seed,
+        shows_inputs=setup.config.report.include_inputs,
         say=say,
     )
     for measure in every:
         measure.prepare(setting)
-    _require_one_draw(run, every)
+    _require_one_draw(setup, every)
     return setting, every
 
 
@@ -302,7 +302,7 @@ def require_mergeable(measures: Sequence[Measure]) -> None:
             raise each.without_merge()
 
 
-def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
+def _require_one_draw(setup: Setup, measures: list[Measure]) -> None:
     """Raises MeasureError for measures that ask more than once for a gradient of a model that draws at
     random.
 
@@ -313,7 +313,7 @@ def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
         for each in measures
         if each.needs_second_pass or each.name == "vog" or "moments" in each.needs
     ]
-    if twice and run.draws_at_random():
+    if twice and setup.draws_at_random():
         raise MeasureError(
             f"{', '.join(twice)} {'asks' if len(twice) == 1 else 'ask'} for a sample's gradient more than"
             " once, and the model draws at random: each time it would be another gradient; expected a"

@@ -9,7 +9,7 @@ from psgrad.commands.run_manifest import NUMBER_OF_PARTS
 from psgrad.config.reading import config_from
 from psgrad.engine.execution.ranks import MergingParts
 from psgrad.errors import ConfigError
-from psgrad.run.folders import manifest_of
+from psgrad.run import RunFolder
 from psgrad.run.results import AnalyzeResult, ShowProgress
 
 
@@ -19,7 +19,7 @@ def merge(output: Path, *, report: bool = True, progress: ShowProgress = lambda 
     Raises ConfigError for a folder that is not one of a run in parts, and DataError for rows that are missing
     or there twice.
     """
-    manifest = manifest_of(output) or {}
+    manifest = RunFolder.manifest_of(output) or {}
     if manifest.get("command") != "analyze" or NUMBER_OF_PARTS not in (manifest.get("identity") or {}):
         raise ConfigError(
             f"{output} is not the folder of a run in parts",

@@ -42,17 +42,17 @@ def plan(config: Config, *, say: Callable[[str], None] = lambda _: None) -> Plan
 
     Runs the first few rows, and no more. Raises PsgradError as `analyze` does.
     """
-    run = set_up(completed_for_analyze(config))
-    stream = run.stream(say)
+    setup = set_up(completed_for_analyze(config))
+    stream = setup.stream(say)
     found = replace(
-        plan_run(stream, len(run.samples)),
-        parameters_live=run.placement.where,
-        parameters_reason=run.placement.why,
-        recomputed=run.recompute.modules if run.recompute is not None and run.recompute.on else [],
+        plan_run(stream, len(setup.samples)),
+        parameters_live=setup.placement.where,
+        parameters_reason=setup.placement.why,
+        recomputed=setup.recompute.modules if setup.recompute is not None and setup.recompute.on else [],
     )
-    if run.supply is None:
+    if setup.supply is None:
         return found
-    return replace(found, parameter_bytes=min(found.parameter_bytes, run.supply.budget))
+    return replace(found, parameter_bytes=min(found.parameter_bytes, setup.supply.budget))
 
 
 def plan_run(stream: Stream, rows: int) -> PlanResult:

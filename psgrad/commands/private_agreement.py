@@ -42,15 +42,15 @@ def private_hashes(setup: PrivateSetup, run: str) -> dict[str, Any]:
     """The values by which a run is recognised, its number first. It stays private: the data's hash tells
     whether a guess of all rows is right.
     """
-    data = setup.run.config.data
-    tensors, restored = setup.run.identity.tensors, tensors_of(setup.run.model)
+    data = setup.config.data
+    tensors, restored = setup.common.identity.tensors, tensors_of(setup.common.model)
     named = {} if data.class_names is None else {"class_names": data.class_names}
     return {
         "run": run,
         "attributes": {name: digest for name, digest in tensors.items() if name not in restored},
-        "data": setup.run.samples.content(),
+        "data": setup.common.samples.content(),
         "columns": data.model_dump(mode="json", include={"inputs", "target", "id"}) | named,
-        **setup.run.hashes(),
+        **setup.common.hashes(),
     }
 
 
@@ -185,4 +185,4 @@ def follow(config: Config, processes: Processes, progress: ShowProgress) -> None
 
 def _rank_steps(setup: PrivateSetup, processes: Processes) -> RankSteps:
     trained = {name: as_stored(parameter) for name, parameter in setup.parameters.items()}
-    return RankSteps(processes, trained, tensors_of(setup.run.model), setup.source)
+    return RankSteps(processes, trained, tensors_of(setup.common.model), setup.source)

@@ -35,12 +35,12 @@ _ROWS_LOOKED_AT = 4
 class PrivateSetup:
     """What a private run is made of, before anything was drawn.
 
-    `parameters` are those that are trained, by name. `unchanged` is the state of the model and the loss from
-    before any record was read; `rank` that of this process. `preflight` says how the model was checked before
-    the first step.
+    `common` is what all commands set up, `parameters` those that are trained, by name. `unchanged` is the
+    state of the model and the loss from before any record was read; `rank` that of this process. `preflight`
+    says how the model was checked before the first step.
     """
 
-    run: Setup
+    common: Setup
     privacy: PrivacyConfig
     records: Records
     streams: RecordStreams
@@ -66,9 +66,13 @@ class PrivateSetup:
         return source
 
     @property
+    def config(self) -> Config:
+        return self.common.config
+
+    @property
     def draws(self) -> bool:
         """Whether the model may draw, or code that reads or changes rows."""
-        return self.run.model.training or self.streams.read_coins is not None
+        return self.common.model.training or self.streams.read_coins is not None
 
     @property
     def trainable(self) -> dict[str, int]:
@@ -76,7 +80,7 @@ class PrivateSetup:
         return {
             "tensors": len(self.parameters),
             "parameters": sum(parameter.numel() for parameter in self.parameters.values()),
-            "of_parameters": sum(parameter.numel() for parameter in self.run.model.parameters()),
+            "of_parameters": sum(parameter.numel() for parameter in self.common.model.parameters()),
         }
 
 
@@ -111,29 +115,29 @@ def set_up_privately(
     inputs = to_device(loaded.samples.take([0]), loaded.device, loaded.dtype).inputs
     warm_up(loaded.model, lambda: loaded.forward(loaded.model, *stand_ins(inputs)[0]))
     unchanged = Unchanged(loaded.model, loaded.criterion.function)
-    run = loaded.with_classes(targets_later=privacy.on_error == "zero")
-    if unit is None or run.samples.units is None:
-        records = Records.of_rows(len(run.samples))
+    common = loaded.with_classes(targets_later=privacy.on_error == "zero")
+    if unit is None or common.samples.units is None:
+        records = Records.of_rows(len(common.samples))
     else:
-        records = Records.of_units(run.samples.units, unit.max_rows)
-    code = run.samples.code
-    draws = run.model.training or bool(code)
+        records = Records.of_units(common.samples.units, unit.max_rows)
+    code = common.samples.code
+    draws = common.model.training or bool(code)
     streams = RecordStreams(
         records,
-        run.reader,
-        unchanged.checked(run.objective.loss),
-        run.objective.params,
-        lambda loss, rows: run.stream(say, loss, rows),
+        common.reader,
+        unchanged.checked(common.objective.loss),
+        common.objective.params,
+        lambda loss, rows: common.stream(say, loss, rows),
         # with a seed, they follow from the seed, the step and the rank: also when resumed
-        coins=Coins(make_generator(seed=privacy.noise.seed), run.model, run.criterion.function, *code),
+        coins=Coins(make_generator(seed=privacy.noise.seed), common.model, common.criterion.function, *code),
         reads_by_code=bool(code),
         alone=privacy.records == "alone" or (privacy.on_error == "zero" and draws),
-        randomness=run.randomness,
+        randomness=common.randomness,
         zero_on_error=privacy.on_error == "zero",
     )
-    parameters = {name: run.model.get_parameter(name) for name in run.objective.params}
+    parameters = {name: common.model.get_parameter(name) for name in common.objective.params}
     setup = PrivateSetup(
-        run=run,
+        common=common,
         privacy=privacy,
         records=records,
         streams=streams,
@@ -161,16 +165,16 @@ def refuse(setup: PrivateSetup) -> str:
     """Refuse settings that would void the guarantee, before anything is drawn. How the model was checked, in
     words. What is looked at here only ever stops a run.
     """
-    privacy, run = setup.privacy, setup.run
+    privacy, common = setup.privacy, setup.common
     require_small_delta(privacy.delta, len(setup.records))
     require_expected_batch_size(privacy.expected_batch_size, setup.sampling, len(setup.records))
     setup.sampling.require_drawable(len(setup.records))
     rows = np.array([setup.records.rows_of(int(record))[0] for record in _looked_at(setup)])
-    block = run.reader.take(rows)
-    block = to_device(block, run.device, run.dtype)
+    block = common.reader.take(rows)
+    block = to_device(block, common.device, common.dtype)
     setup.unchanged.require(by_bits=True)
     try:
-        require_separate_records(run.objective, *stand_ins(block.inputs, block.target))
+        require_separate_records(common.objective, *stand_ins(block.inputs, block.target))
         words = f"checked on {len(block)} stand-ins of the shapes of rows"
     except NotRun as error:
         words = f"not checked: {error.message}"

@@ -37,9 +37,9 @@ def software() -> dict[str, str]:
 
 def ledger_header(setup: PrivateSetup, multiplier: float) -> dict[str, Any]:
     """What a run keeps to from its first step to its last; a resumed run must say the same."""
-    privacy, run = setup.privacy, setup.run
-    decisive = run.config.model.model_dump(mode="json", exclude={"checkpoint"})  # known by its hash
-    shapes = {name: [str(each.dtype), list(each.shape)] for name, each in tensors_of(run.model).items()}
+    privacy, common = setup.privacy, setup.common
+    decisive = common.config.model.model_dump(mode="json", exclude={"checkpoint"})  # known by its hash
+    shapes = {name: [str(each.dtype), list(each.shape)] for name, each in tensors_of(common.model).items()}
     return {
         "command": "dp-step",
         "planned_steps": privacy.steps,
@@ -59,11 +59,11 @@ def ledger_header(setup: PrivateSetup, multiplier: float) -> dict[str, Any]:
         "trainable": setup.trainable,
         "model": {
             **json.loads(json.dumps(decisive), parse_constant=str),  # NaN and infinities as text
-            "checkpoint_sha256": run.loaded.sha256,
+            "checkpoint_sha256": common.loaded.sha256,
             "architecture_sha256": digest(shapes),
         },
-        "loss": run.config.loss.model_dump(mode="json"),
-        "dtype": run.config.engine.dtype,
+        "loss": common.config.loss.model_dump(mode="json"),
+        "dtype": common.config.engine.dtype,
     }
 
 

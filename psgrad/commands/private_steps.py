@@ -136,7 +136,7 @@ class StepFiles:
         this order the statement counts each step that is released, and a run that goes on from this state
         has the sum: it can't be drawn again.
         """
-        training, tensors = self.training, tensors_of(self.setup.run.model)
+        training, tensors = self.training, tensors_of(self.setup.common.model)
         self.folder.write_public_json(STATEMENT, self._statement())
         if self._latest:
             expected = str(self.setup.privacy.expected_batch_size)
@@ -151,13 +151,13 @@ class StepFiles:
         private. notes: sentences for people.
         """
         self.save()
-        state, run, privacy = self._state(), self.setup.run, self.setup.privacy
+        state, common, privacy = self._state(), self.setup.common, self.setup.privacy
         model = save(state)
         step = self._statement(hashlib.sha256(model).hexdigest())
         self.folder.write_public_json(STATEMENT, step)
         self.folder.write_public_bytes(MODEL, model)
-        if run.config.model.adapter is not None:
-            for name, content in adapter_files(run.model, state).items():
+        if common.config.model.adapter is not None:
+            for name, content in adapter_files(common.model, state).items():
                 self.folder.write_public_bytes(f"adapter/{name}", content)
         result = DPStepResult(
             step=step,
@@ -183,7 +183,7 @@ class StepFiles:
         """The whole state dict; tensors that share memory are there once for each name."""
         return {
             name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, value in published_tensors(self.setup.run.model).items()
+            for name, value in published_tensors(self.setup.common.model).items()
         }
 
     def _note(self, noisy: NoisySum) -> None:
@@ -282,10 +282,10 @@ class IndividualTable:
 
     def write(self) -> None:
         """Write the table, and the moments with which a later process goes on."""
-        setup, samples = self._setup, self._setup.run.samples
+        setup, samples = self._setup, self._setup.common.samples
         names = samples.ids if setup.privacy.unit is None else pd.unique(pd.Series(samples.units))
         table = pd.DataFrame({"record": names, "epsilon": self.account.epsilons(setup.privacy.delta)})
-        exact = self._every == 1 and not setup.run.model.training
+        exact = self._every == 1 and not setup.common.model.training
         table.attrs = {
             "delta": setup.privacy.delta,
             "steps": self.account.steps,

@@ -9,7 +9,6 @@ from psgrad.reports import monitor_page
 from psgrad.reports.analyze_page import write_report
 from psgrad.run import RunFolder
 from psgrad.run.finished import load_run
-from psgrad.run.folders import manifest_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ def report(run: Path, *, output: Path | None = None) -> WrittenReport:
         folder.write_bytes(name, data)
         written.append(name)
 
-    if (manifest_of(run) or {}).get("command") == "monitor":
+    if (RunFolder.manifest_of(run) or {}).get("command") == "monitor":
         monitor_page.write_report(run, write)
     else:
         write_report(load_run(run), write)

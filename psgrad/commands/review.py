@@ -72,10 +72,10 @@ def review(
         before = read_before(setup, with_source(config, base))
         index = index_before(config, setup, before)
     with run.clock("compare"):
-        table = changed_in(before, setup.run.reader, with_ids=config.data.id is not None)
+        table = changed_in(before, setup.common.reader, with_ids=config.data.id is not None)
     with run.clock("self-check"):
         stream = setup.views[0].training.stream
-        manifest = describe_run("review", setup.run, stream, [config.influence.method.name])
+        manifest = describe_run("review", setup.common, stream, [config.influence.method.name])
     with run.begin(manifest):
         added = table.loc[table["after"] != NO_ROW, "after"].to_numpy(np.int64)
         removed = table.loc[table["before"] != NO_ROW, "before"].to_numpy(np.int64)
@@ -104,7 +104,7 @@ def review(
             trust,
             verdict,
             {kind: int((table["kind"] == kind).sum()) for kind in ("added", "removed", "changed")},
-            setup.run.criterion.unit or "units of the loss",
+            setup.common.criterion.unit or "units of the loss",
             run.path,
             run.add(),
             input_cards(setup, before, changes) if config.report.include_inputs else {},
@@ -137,4 +137,4 @@ def with_source(config: Config, source: Path | str) -> Config:
 def read_before(setup: InfluenceSetup, config: Config) -> CheckedReader:
     """Reads the training data before the change."""
     with errors_about("the data before the change"):
-        return setup.run.reader_of(setup.run.other_samples(config.data))
+        return setup.common.reader_of(setup.common.other_samples(config.data))

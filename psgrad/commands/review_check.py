@@ -35,7 +35,7 @@ def training_on(
     run: Run[Any],
 ) -> tuple[MeasuredChange | None, Trust]:
     """(what training that goes on measures, how far it agrees with the prediction)."""
-    config, view = setup.run.config, setup.views[-1]
+    config, view = setup.config, setup.views[-1]
     index = config.influence.index
     trust = Trust(
         "margin" if "margin" in scalars else "loss",
@@ -50,19 +50,19 @@ def training_on(
     why_not = "" if limit else "review.seconds is 0"
     if not changed:
         why_not = "nothing changed"
-    elif setup.run.samples.weighted:
+    elif setup.common.samples.weighted:
         why_not = "rows have weights, which the trainer does not know"
     if why_not:
         return None, replace(trust, why_not=why_not)
     whole = replace(view.training, rows=before)
     try:
         measured = measured_change(
-            CalledModel(view.training.objective.model, setup.run.forward),
+            CalledModel(view.training.objective.model, setup.common.forward),
             LoadedRows.of(whole),
             LoadedRows.of(view.training),
             LoadedRows.of(view.queries),
             scalars,
-            setup.run.criterion.function,
+            setup.common.criterion.function,
             recipe,
             seeds=_SEEDS,
             seconds=limit,

@@ -44,7 +44,7 @@ def index_before(config: Config, setup: InfluenceSetup, before: CheckedReader) -
             f"influence.index is set, and a review by {setup.method.name} does not read an index",
             hint="set influence.method: projected_influence, or leave influence.index out",
         )
-    return open_index(replace(setup.run, samples=before.samples, reader=before))
+    return open_index(replace(setup.common, samples=before.samples, reader=before))
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class IndexedCurvature:
         cls, store: GradientIndex, setup: InfluenceSetup, number: int, removed: Array, added: Examples | None
     ) -> IndexedCurvature:
         """number: of the checkpoint. removed: rows of the index. added: the examples that are added."""
-        rows, method, loss = StoredRows(store, number), setup.method, setup.run.criterion
+        rows, method, loss = StoredRows(store, number), setup.method, setup.common.criterion
         assert isinstance(method, ProjectedInfluence)  # see `index_before`
-        log_loss = loss.name in _LOG_LOSSES and not setup.run.config.loss.options
+        log_loss = loss.name in _LOG_LOSSES and not setup.config.loss.options
         kept = torch.ones(len(rows), dtype=torch.bool)
         kept[torch.tensor(removed)] = False  # a copy: the table of changes is read-only
         summed, count = curvature_of_rows(rows, log_loss, kept), int(kept.sum())

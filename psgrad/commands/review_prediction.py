@@ -178,11 +178,11 @@ def _change(setup: InfluenceSetup, view: CheckpointView, rows: ChangedRows) -> D
     """The change as the model of a checkpoint sees it."""
     after = view.training
     whole = replace(after, rows=rows.before)
-    decay = setup.run.config.influence.method.options.get("weight_decay")
+    decay = setup.config.influence.method.options.get("weight_decay")
     if decay is None:  # to estimate it takes a pass over the training data
         decay = _decay(whole) if rows.index is None else 0.0
     decay = float(decay)
-    new = with_rows(after, setup.run.reader, rows.added) if len(rows.added) else None
+    new = with_rows(after, setup.common.reader, rows.added) if len(rows.added) else None
     old = with_rows(after, rows.before, rows.removed) if len(rows.removed) else None
     return DataChange(whole, after, new, old, decay)
 
@@ -226,7 +226,7 @@ def _common_damping(setup: InfluenceSetup) -> float | None:
     agreement with retraining rises from .82 to .89 at the last checkpoint.
     """
     method = setup.method
-    given = {"damping", "relative_damping"} & set(setup.run.config.influence.method.options)
+    given = {"damping", "relative_damping"} & set(setup.config.influence.method.options)
     if len(setup.views) == 1 or not isinstance(method, Influence) or given:
         return None
     fits = [_fitter(setup, view.checkpoint, 0.0)(view.training) for view in setup.views]
@@ -240,7 +240,7 @@ def _parts(
     unchanged = np.setdiff1d(np.arange(len(after)), added)
     for group in range(_GROUPS if len(unchanged) >= 2 * _GROUPS else 0):
         kept = np.setdiff1d(np.arange(len(after)), unchanged[group::_GROUPS])
-        yield fit(with_rows(after, setup.run.reader, kept)), len(kept) / len(after)
+        yield fit(with_rows(after, setup.common.reader, kept)), len(kept) / len(after)
 
 
 def _step_by(change: DataChange, fitted: Preconditioned) -> torch.Tensor:

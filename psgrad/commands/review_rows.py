@@ -54,12 +54,12 @@ def suspicion_of(setup: InfluenceSetup, before: CheckedReader, added: Array, rem
     """How wrong the added rows look by themselves, to the model of the last checkpoint."""
     training, asked = setup.views[-1].training, setup.views[-1].queries
     queries = replace(training, objective=training.objective.unweighted(), rows=asked.rows)
-    rows = with_rows(training, setup.run.reader, added)
+    rows = with_rows(training, setup.common.reader, added)
     stay = np.setdiff1d(np.arange(len(before.samples)), removed)
     known = _features(with_rows(training, before, stay)) if len(stay) else None
     seen = np.zeros(len(stay))  # losses of rows that the model was trained on are no reference
     return suspicion(
-        _measured(rows, setup.run.samples.ids[added], setup.run.reader.targets_at(added)),
+        _measured(rows, setup.common.samples.ids[added], setup.common.reader.targets_at(added)),
         _measured(queries, setup.query_reader.samples.ids[setup.query_rows], None),
         Measured(before.samples.ids[stay], seen, seen, before.targets_at(stay), None, known),
     )
@@ -86,4 +86,4 @@ def input_cards(
         return None if row == NO_ROW else input_of(reader.samples, row)
 
     rows = changes.head(_CARDS)[["before", "after"]].itertuples(index=True)
-    return {place: (shown(before, old), shown(setup.run.reader, new)) for place, old, new in rows}
+    return {place: (shown(before, old), shown(setup.common.reader, new)) for place, old, new in rows}

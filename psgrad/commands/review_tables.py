@@ -30,10 +30,10 @@ def scalars_of(setup: InfluenceSetup) -> dict[str, Scalar]:
     """What is predicted of a query's (output, target), larger being worse: the loss; and of classes whether
     the prediction is wrong, and minus the margin, by which rows are judged.
     """
-    criterion = setup.run.criterion
+    criterion = setup.common.criterion
     scalars: dict[str, Scalar] = {"loss": criterion.function}
     if criterion.kind in ("class", "binary") and criterion.name != "nll":
-        margin = resolve_measurement(MeasurementConfig(name="margin"), criterion, setup.run.config.base)
+        margin = resolve_measurement(MeasurementConfig(name="margin"), criterion, setup.config.base)
         scalars |= {"wrong": partial(_wrong, criterion.kind), "margin": margin.criterion.function}
     return scalars
 
@@ -45,9 +45,11 @@ def _wrong(kind: str, output: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 
 def query_sets(setup: InfluenceSetup) -> Sets:
     """(level, name, [m] bool) of all queries, of each class and of each group: whose means are predicted."""
-    config, rows, names = setup.run.config, setup.query_rows, setup.run.config.data.class_names
+    config, rows, names = setup.config, setup.query_rows, setup.config.data.class_names
     sets: Sets = [("overall", "", np.ones(len(rows), bool))]
-    targets = setup.query_reader.targets_at(rows) if setup.run.criterion.kind in ("class", "binary") else None
+    targets = (
+        setup.query_reader.targets_at(rows) if setup.common.criterion.kind in ("class", "binary") else None
+    )
     if targets is not None:
         for value in np.unique(targets).tolist()[:_SETS]:
             name = names[int(value)] if names and 0 <= value < len(names) else f"{value:g}"
@@ -56,7 +58,7 @@ def query_sets(setup: InfluenceSetup) -> Sets:
         queries = config.influence.queries
         assert queries is not None  # see `review`
         assert queries.own_data is not None
-        units = setup.run.other_samples(queries.own_data, config.review.group, weighted=False).units
+        units = setup.common.other_samples(queries.own_data, config.review.group, weighted=False).units
         assert units is not None
         sets += [
             ("group", str(name), units[rows] == name) for name in np.unique(units[rows]).tolist()[:_SETS]
@@ -172,7 +174,7 @@ def changes_table(
 
     ids = np.where(now, "", "").astype(object)
     ids[was] = before.samples.ids[old[was]].astype(str)
-    ids[now] = setup.run.samples.ids[after[now]].astype(str)
+    ids[now] = setup.common.samples.ids[after[now]].astype(str)
     changes = table.assign(predicted_effect=of_rows(found.effects)[:, 0] * factor)
     changes.insert(0, "id", ids)
     single, queries = of_rows(found.effects_on_worst), setup.query_reader.samples.ids[setup.query_rows]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -14,6 +13,7 @@ from typing import Literal
 import pandas as pd
 
 from psgrad import __version__
+from psgrad.commands.check import row_lines, shown_path
 from psgrad.config import Config
 from psgrad.run.results import CheckResult, Finding, GateOutcome, Location
 from psgrad.run.results.check import FINDINGS_OF_A_GATE, FINDINGS_OF_A_RULE, CheckFacts
@@ -102,13 +102,10 @@ def _findings(config: Config, changes: pd.DataFrame) -> Iterator[Finding]:
     source = (
         data.path[0] if isinstance(data.path, list) else data.path or data.images or data.dataset or "data"
     )
-    place = _shown(config.base / str(source))
+    path = config.base / str(source)
     suspects = changes[changes["suspect"] >= SUSPECT].head(FINDINGS_OF_A_RULE)
-    lines = (
-        _lines(config.base / str(source), suspects["after"].tolist())
-        if not isinstance(data.path, list)
-        else {}
-    )
+    in_one_file = len(suspects) > 0 and path.is_file() and not isinstance(data.path, list)
+    lines = row_lines(path, suspects["after"].tolist()) if in_one_file else {}
     for row in suspects.to_dict("records"):
         content = f"{RULE}\n{row['id']}\n{row['kind']}".encode("utf-8", "surrogatepass")
         values = {"predicted_effect": float(row["predicted_effect"]), "suspect": float(row["suspect"])}
@@ -119,28 +116,7 @@ def _findings(config: Config, changes: pd.DataFrame) -> Iterator[Finding]:
             int(row["after"]),
             hashlib.sha256(content).hexdigest()[:32],
             f"the row was {row['kind']}, and looks wrong by itself",
-            Location(place, lines.get(int(row["after"]))),
+            Location(shown_path(path), lines.get(int(row["after"]))),
             tuple(part for part in str(row["reasons"]).split("; ") if part),
             values=values,
         )
-
-
-def _lines(path: Path, rows: list[int]) -> dict[int, int]:
-    """row -> its line, from 1, in a file of lines; empty for other files."""
-    if not rows or not path.is_file():
-        return {}
-    if path.suffix.lower() in (".csv", ".tsv"):
-        from psgrad.data.sources.csv_files import csv_lines  # which these files alone need
-
-        return csv_lines(path, rows)
-    if path.suffix.lower() not in (".jsonl", ".ndjson"):
-        return {}
-    with path.open("rb") as file:
-        numbers = [number for number, line in enumerate(file, 1) if line.strip()]
-    return {row: numbers[row] for row in rows if row < len(numbers)}
-
-
-def _shown(path: Path) -> str:
-    """Relative to the current directory where it is below that, with slashes."""
-    relative = os.path.relpath(path)
-    return (path if relative.startswith("..") else Path(relative)).as_posix()

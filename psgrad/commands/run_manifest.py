@@ -9,7 +9,6 @@ import platform
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +25,8 @@ from psgrad.data.sources.files import hashes_of_files
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients.machine import device_name
-from psgrad.errors import ConfigError, DistributedError, OutputError, OutputExistsError
-from psgrad.run.folders import RunFolder, manifest_of
+from psgrad.errors import ConfigError, DistributedError, OutputExistsError
+from psgrad.run.folders import RunFolder
 from psgrad.run.identity import differences, flattened, lines_of, require_same, settings_of
 from psgrad.run.results.manifest import DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
 from psgrad.run.run import now
@@ -39,8 +38,6 @@ NUMBER_OF_PARTS = "number of parts"
 # The keys of analyze that decide which of the finished rows are outliers.
 _OF_VERDICT = ("outliers", "review_fraction", "probabilities")
 _SHOWN = 4
-# A part that begins makes the folder within this time, and others wait for it.
-_SECONDS_TO_MAKE_FOLDER = 60.0
 
 
 def command_line() -> str | None:
@@ -53,19 +50,19 @@ def command_line() -> str | None:
 
 
 def describe_run(
-    command: str, run: Setup, stream: Stream | None, specs: Iterable[str | None] = ()
+    command: str, setup: Setup, stream: Stream | None, specs: Iterable[str | None] = ()
 ) -> RunManifest:
     """The content of manifest.json before a run starts, with the self-check of the stream's gradients, which
     runs now; None for none. `specs` name code that it runs besides its model's, loss's and data's.
 
     Raises SelfCheckError.
     """
-    check = None if stream is None else run.self_check(stream)
-    config, loaded, device = run.config, run.loaded, str(run.device)
+    check = None if stream is None else setup.self_check(stream)
+    config, loaded, device = setup.config, setup.loaded, str(setup.device)
     parameters = list(loaded.model.parameters())
     made = module_of(config.data.factory) if config.data.factory else None
-    if run.device.type == "cuda":
-        device = f"{device} ({device_name(run.device)})"
+    if setup.device.type == "cuda":
+        device = f"{device} ({device_name(setup.device)})"
     return RunManifest(
         command=command,
         created=now(),
@@ -86,24 +83,24 @@ def describe_run(
             notes=loaded.notes,
             modules_imported=[
                 *loaded.modules_imported,
-                *run.criterion.modules_imported,
+                *setup.criterion.modules_imported,
                 *([] if made is None else [made]),
             ],
             origin=loaded.origin,
         ),
         data=DataFacts(
             config.data.source,
-            run.samples.fingerprint,
+            setup.samples.fingerprint,
             hashes_of_files(config.data, config.base),
-            list(run.samples.notes),
+            list(setup.samples.notes),
         ),
-        hashes=run.hashes(specs),
+        hashes=setup.hashes(specs),
         engine=EngineFacts(
             device,
             config.engine.dtype,
             torch.get_num_threads(),
-            None if run.supply is None else run.placement.where,
-            run.recompute.modules if run.recompute is not None and run.recompute.on else None,
+            None if setup.supply is None else setup.placement.where,
+            setup.recompute.modules if setup.recompute is not None and setup.recompute.on else None,
         ),
         self_check=(
             SelfCheckFacts(reason="the model draws at random in train mode")
@@ -119,21 +116,21 @@ def describe_run(
     )
 
 
-def identity(run: Setup, count: int, *, parts: int | None = None, all_rows: bool = True) -> dict[str, Any]:
+def identity(setup: Setup, count: int, *, parts: int | None = None, all_rows: bool = True) -> dict[str, Any]:
     """All that the columns of a run's rows depend on, as plain values: dotted name -> value. If one differs,
     it is another run. A checkpoint that is saved again with the same weights is the same.
 
     parts: of how many the run is made, where it is one in parts. all_rows: whether rows that code makes are
     all read for it; else only what is known of them without.
     """
-    drawn = {"rows are drawn at random": True} if isinstance(run.samples, DrawnSamples) else {}
+    drawn = {"rows are drawn at random": True} if isinstance(setup.samples, DrawnSamples) else {}
     return {
-        **settings_of(run.config),
+        **settings_of(setup.config),
         "rows": count,
-        "analyze.checkpoints (their content)": checkpoints_sha256(run),
-        "data (its content)": run.samples.content(count) if all_rows else run.samples.fingerprint,
-        **lines_of(run.hashes(measure_specs(run.config))),
-        "the device that computes": run.device.type,
+        "analyze.checkpoints (their content)": checkpoints_sha256(setup),
+        "data (its content)": setup.samples.content(count) if all_rows else setup.samples.fingerprint,
+        **lines_of(setup.hashes(measure_specs(setup.config))),
+        "the device that computes": setup.device.type,
         "versions": {"psgrad": __version__, "torch": torch.__version__},
         **drawn,
         **({} if parts is None else {NUMBER_OF_PARTS: parts}),
@@ -168,7 +165,7 @@ def reopen(path: Path, now: dict[str, Any], *, alone: bool = True) -> RunFolder 
     Raises ConfigError, with the difference, where the folder holds a run with another identity, or one of
     another command.
     """
-    manifest = manifest_of(path)
+    manifest = RunFolder.manifest_of(path)
     if manifest is None or manifest.get("command") is None:  # killed before the command was written
         return None
     then = manifest.get("identity")
@@ -193,31 +190,11 @@ def folder_of_parts(path: Path, manifest: RunManifest) -> RunFolder:
     manifest: at the run's beginning. Raises ConfigError for the folder of another run, OutputExistsError for
     one of no run, or of a run that is merged, and OutputError.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
-        path.mkdir(0o700)
-    except FileExistsError:
-        return _made_by_another(path, manifest)
-    except OSError as error:
-        raise OutputError(f"the output folder {path} can't be made: {error.strerror or error}") from error
-    folder = RunFolder.create(path)
-    folder.write_manifest(replace(manifest, state="running").content())
-    return folder
-
-
-def _made_by_another(path: Path, manifest: RunManifest) -> RunFolder:
-    """The folder that another part has made, or makes now."""
-    end = time.monotonic() + _SECONDS_TO_MAKE_FOLDER
-    while (folder := reopen(path, manifest.identity or {}, alone=False)) is None:
-        if time.monotonic() > end:
-            raise OutputExistsError(
-                f"the output folder {path} exists, and holds no run; expected a new or empty folder, or"
-                " that of other parts of this run",
-                hint="choose another --output",
-            )
-        time.sleep(0.2)
+    folder = RunFolder.join(
+        path,
+        lambda: reopen(path, manifest.identity or {}, alone=False),
+        lambda: RunFolder.create(path, about=replace(manifest, state="running").content()),
+    )
     if folder.finished:
         raise OutputExistsError(
             f"the parts in {folder.path} are merged already", hint="choose another --output for a new run"

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from psgrad.config import DataConfig
 from psgrad.data.sources.files import data_files, hashes_of_files
@@ -25,7 +24,7 @@ from psgrad.data.sources.selection import (
 )
 from psgrad.errors import ConfigError, DataError, OutputExistsError
 from psgrad.run import RunFolder
-from psgrad.run.finished import finished_manifest, require_there
+from psgrad.run.finished import finished_manifest, read_samples
 from psgrad.run.results.analyze import rows_where
 from psgrad.run.results.manifest import RunManifest, read
 
@@ -142,16 +141,8 @@ def _amount(top: str, rows: int) -> int:
 
 def _samples(run: Path) -> pd.DataFrame:
     """The table of a run with a row a sample, the columns of one value a row."""
-    path = next((run / name for name in _TABLES if (run / name).exists()), run / _TABLES[0])
-    try:
-        table = pq.read_table(path)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path} can't be read: {error}",
-            hint="run it again",
-        ) from error
-    require_there(table.column_names, ["index"], path)
-    frame: pd.DataFrame = table.to_pandas()
+    table = next((name for name in _TABLES if (run / name).exists()), _TABLES[0])
+    frame = read_samples(run, ["index"], table=table)
     return frame.assign(label=frame["target"]) if "target" in frame and "label" not in frame else frame
 
 

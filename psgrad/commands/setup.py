@@ -40,7 +40,6 @@ from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.measures.builtin.outputs import summary_for
 from psgrad.errors import ConfigError
 from psgrad.models.factory import LoadedModel, load_model
-from psgrad.models.model_folders import automatic_precision
 from psgrad.models.model_identity import identify
 from psgrad.run.identity import ModelIdentity, hashes_of
 from psgrad.wording import first_of
@@ -296,8 +295,10 @@ def load(
     if placement.where != "resident" and device.type == "cpu":
         give_freed_memory_back()  # before the first tensor is made
     loaded = _model_of(config, trained, placement.where != "resident")
-    if config.engine.dtype == "auto":  # what is kept of the run names the precision that this is
-        found = "float32" if loaded.pretrained is None else automatic_precision(loaded.pretrained.precision)
+    # Two keys are completed while files are read, as these alone tell them: the precision of a pretrained
+    # model, which may be a cached one, by all of its weights, and the names of classes by all labels.
+    if config.engine.dtype == "auto":
+        found = "float32" if loaded.pretrained is None else loaded.pretrained.automatic_dtype
         config = config.changed("engine", dtype=found)
     dtype, autocast = pick_precision(config.engine.dtype)
     identity = identify(loaded.model)  # now: placing converts tensors

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from psgrad.config import Config, is_callable_spec, read_config
 from psgrad.errors import EXIT_OK, EXIT_USAGE, ConfigError, PsgradError
 from psgrad.run import RunFolder
-from psgrad.run.folders import manifest_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,24 +77,24 @@ def _look_at(config: Config, found: Validation, say: SayText) -> None:
     from psgrad.reports.labels import label_warning, label_words
 
     _make_plugins(config)
-    run = set_up(completed_for_analyze(config))
-    parameters = run.objective.params.values()
+    setup = set_up(completed_for_analyze(config))
+    parameters = setup.objective.params.values()
     numbers = sum(parameter.numel() for parameter in parameters)
-    found.facts["model"] = f"{numbers:,} trained numbers in {len(parameters):,} parameters, on {run.device}"
-    found.facts["data"] = f"{config.data.source}: {len(run.samples.ids):,} rows"
+    found.facts["model"] = f"{numbers:,} trained numbers in {len(parameters):,} parameters, on {setup.device}"
+    found.facts["data"] = f"{config.data.source}: {len(setup.samples.ids):,} rows"
     queries = config.influence.queries
     if queries is not None and queries.own_data is not None:
         with errors_about("influence.queries"):
-            run.other_samples(queries.own_data, weighted=False)
-    columns = _few_rows(run, say)
+            setup.other_samples(queries.own_data, weighted=False)
+    columns = _few_rows(setup, say)
     found.facts["losses"] = _loss_words(columns["loss"])
-    names = run.config.data.class_names
-    labels = label_facts_of(run.criterion, columns, names)
+    names = setup.config.data.class_names
+    labels = label_facts_of(setup.criterion, columns, names)
     if labels is not None and (words := label_words(labels, names)):
         found.facts["labels"] = words
     if labels is not None and (warning := label_warning(labels, names)):
         found.notes.append(warning)
-    check = run.self_check(run.stream(say))
+    check = setup.self_check(setup.stream(say))
     found.facts["self-check"] = (
         "left out, as the model draws at random"
         if check is None
@@ -107,12 +106,12 @@ def _look_at(config: Config, found: Validation, say: SayText) -> None:
     if limited and (outliers.reference is None or trusted is not None):
         from psgrad.quality.gates import undecided_rules
 
-        found.notes.extend(undecided_rules(gate, outliers, len(run.samples), trusted))
+        found.notes.extend(undecided_rules(gate, outliers, len(setup.samples), trusted))
 
 
 def _notes_on_output(output: Path) -> list[str]:
     """A note on a run that is there already. Raises OutputExistsError for a folder of somebody else."""
-    earlier = manifest_of(output)
+    earlier = RunFolder.manifest_of(output)
     RunFolder.require_free(output, overwrite=earlier is not None)
     if earlier is None:
         return []
@@ -170,7 +169,7 @@ def _make_plugins(config: Config) -> None:
         require_checkpoint(base / path)
 
 
-def _few_rows(run: Setup, say: SayText) -> pd.DataFrame:
+def _few_rows(setup: Setup, say: SayText) -> pd.DataFrame:
     """Loss and label, and what the model says, of some rows from all over the dataset."""
     import numpy as np
     import pandas as pd
@@ -179,10 +178,10 @@ def _few_rows(run: Setup, say: SayText) -> pd.DataFrame:
     from psgrad.data.reader import CheckedReader
     from psgrad.engine.execution.ranks import spread_rows
 
-    kind = run.criterion.kind
-    reader = CheckedReader(run.samples, run.criterion, run.reader.classes, with_lengths=kind == "token")
-    rows = np.array(spread_rows(len(run.samples), _ROWS[kind in ("class", "binary")]))
-    columns = losses_of(run, reader, rows, say)
+    kind = setup.criterion.kind
+    reader = CheckedReader(setup.samples, setup.criterion, setup.reader.classes, with_lengths=kind == "token")
+    rows = np.array(spread_rows(len(setup.samples), _ROWS[kind in ("class", "binary")]))
+    columns = losses_of(setup, reader, rows, say)
     targets = reader.targets_at(rows)
     columns |= {} if targets is None else {"target": targets}
     columns |= {} if reader.lengths is None else {"length": reader.lengths[rows]}

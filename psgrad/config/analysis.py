@@ -1,5 +1,5 @@
 """The sections of `psgrad analyze`: what is measured of each sample, which samples are outliers, and what may
-pass a gate.
+pass a gate; and that of `psgrad review`.
 
 The options of a measure are its own, and checked where the measure is known: see psgrad/engine/measures.
 """
@@ -143,3 +143,22 @@ class GateConfig(ConfigSection):
     def new_only(self) -> bool:
         """Whether only findings count that are not in the baseline."""
         return self.baseline is not None
+
+
+Level = Literal["overall", "class", "group"]
+_Limits = dict[Level, Annotated[Finite, Field(ge=0)]]
+
+
+class ReviewConfig(ConfigSection):
+    """`psgrad review`: what a change of the training data may do and still pass."""
+
+    max_increase: _Limits = Field(default_factory=dict)
+    """The largest rise of the mean loss of the queries that passes, overall, of a class, of a group."""
+    max_margin_fall: _Limits = Field(default_factory=dict)
+    """The largest fall of their mean margin: that tells harm where the loss is hidden by the seed."""
+    max_suspect: Annotated[int, Field(ge=0)] | None = None
+    """How many added rows may look wrong by themselves; null for any number."""
+    group: str | None = None
+    """The column of the queries whose values are groups."""
+    seconds: Annotated[Finite, Field(ge=0)] = 60.0
+    """The time for training on with and without the change, which checks the prediction; 0 for no check."""

@@ -11,13 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from psgrad.config.analysis import AnalyzeConfig, GateConfig
+from psgrad.config.analysis import AnalyzeConfig, GateConfig, ReviewConfig
 from psgrad.config.data import SOURCE_KEYS, DataConfig
 from psgrad.config.influence import MEASUREMENTS, InfluenceConfig
 from psgrad.config.model import LABELS_FROM_TEXT, TASK_LOSSES, TASKS, ModelConfig
 from psgrad.config.plugin_names import Group
 from psgrad.config.privacy import PrivacyConfig
-from psgrad.config.review import ReviewConfig
 from psgrad.config.values import ConfigSection, FilePath, NamedSection, described, is_callable_spec
 
 _ChunkSize = Annotated[int, Field(ge=1)] | Literal["auto"]

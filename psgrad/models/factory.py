@@ -16,8 +16,6 @@ from psgrad.config import ModelConfig, did_you_mean
 from psgrad.errors import ConfigError, ModelError
 from psgrad.models.checkpoint_files import StateDict, checkpoint_files, read_checkpoint, require_checkpoint
 from psgrad.models.checkpoints import load_into
-from psgrad.models.model_folders import SETTINGS, adapter_weights, weights_file
-from psgrad.models.quantised import require_frozen, require_whole
 from psgrad.run.identity import files_sha256
 from psgrad.run.results.manifest import ModelOrigin
 from psgrad.user_code import call_factory, module_of
@@ -70,13 +68,19 @@ def load_model(
     else:
         made = (_in_files(config, base) if in_files else None) or _of_factory(_built(config, base), config)
     if config.checkpoint is not None and (config.pretrained is not None or made.sha256 is None):
-        require_whole(made.model, config)
+        if config.pretrained is not None:
+            from psgrad.models.quantised import require_whole
+
+            require_whole(made.model, config)
         made = _filled(made, config, base / config.checkpoint)
     elif config.pretrained is None:
         made.notes.append("no checkpoint: the weights are those that the factory gave")
     if trainable is not None:
         choose_trainable(made.model, trainable, trainable_key)
-    require_frozen(made.model, config, trainable is not None)
+    if config.pretrained is not None:
+        from psgrad.models.quantised import require_frozen
+
+        require_frozen(made.model, config, trainable is not None)
     _require_usable_parameters(made.model, str(config.factory or config.pretrained))
     made.model.train(config.mode == "train")
     _require_independent_samples(made.model)
@@ -192,10 +196,11 @@ def _built(config: ModelConfig, base: Path) -> nn.Module:
 
 def checkpoint_hash(path: Path) -> str:
     """The SHA-256 of a checkpoint: of its file, or of its files' hashes."""
-    if (path / SETTINGS).is_file():
-        path = adapter_weights(path)
-    elif (path / "config.json").is_file():
-        path = weights_file(path)
+    kind = next((key for name, key in _FOLDERS.items() if (path / name).is_file()), None)
+    if kind is not None:
+        from psgrad.models.model_folders import adapter_weights, weights_file
+
+        path = adapter_weights(path) if kind == "adapter" else weights_file(path)
     return files_sha256(checkpoint_files(path))
 
 

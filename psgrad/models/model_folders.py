@@ -115,14 +115,6 @@ def precision_of_weights(path: Path) -> str:
     return counts.most_common(1)[0][0] if counts else "float32"
 
 
-def automatic_precision(saved: str) -> str:
-    """What `engine.dtype: auto` is for weights that are saved in a precision.
-
-    float32 for float16, in which small gradients vanish. Widening is exact.
-    """
-    return "float32" if saved == "float16" else saved
-
-
 def read_adapter_settings(folder: Path) -> dict[str, Any]:
     """A folder's adapter_config.json. Raises ConfigError without one, CheckpointError for a damaged one."""
     path = folder / SETTINGS

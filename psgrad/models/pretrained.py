@@ -57,6 +57,13 @@ class Pretrained:
     config: Any
     precision: str = "float32"
 
+    @property
+    def automatic_dtype(self) -> str:
+        """What `engine.dtype: auto` is: float32 for float16, in which small gradients vanish. Widening is
+        exact.
+        """
+        return "float32" if self.precision == "float16" else self.precision
+
 
 @dataclass(frozen=True)
 class PretrainedModel:

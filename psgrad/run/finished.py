@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from psgrad.errors import DataError
-from psgrad.run.folders import MANIFEST, MEASURES, RunFolder, file_name, manifest_of
+from psgrad.run.folders import MANIFEST, MEASURES, RunFolder, file_name
 from psgrad.run.results import AnalyzeResult, CheckResult, MeasureResult, TopSample
 from psgrad.run.results.check import check_content, finding_content
 from psgrad.run.results.manifest import RunManifest, read, read_manifest
@@ -26,53 +26,50 @@ CHECK = "check.json"
 ISSUES, ISSUE_SUMMARY = "issues.parquet", "issue_summary.parquet"
 
 
-def read_columns(folder: Path, needed: Sequence[str], welcome: Iterable[str] = ()) -> pd.DataFrame:
-    """The given columns of a run's samples, and those of the optional columns that it has, in the order of
-    the file.
+def read_samples(
+    folder: Path,
+    needed: Sequence[str],
+    optional: Iterable[str] | None = None,
+    table: str = "samples.parquet",
+) -> pd.DataFrame:
+    """These columns of a run's table with a row a sample, and those of the optional columns that it has, by
+    default all, in the order of the file.
 
-    Raises DataError if the table can't be read, or lacks a required column.
+    Raises DataError if the table can't be read, lacks a required column, or has one of another type: a
+    verdict on that would be wrong.
     """
-    path = folder / "samples.parquet"
+    path = folder / table
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            require_there(names, needed, path)
-            wanted = [name for name in names if name in {*needed, *welcome}]
+            if missing := [name for name in needed if name not in names]:
+                raise DataError(
+                    f"{path} has no column {', '.join(missing)}; expected the table as psgrad wrote it",
+                    hint=f"an older psgrad wrote it, or it was changed; {_AGAIN}",
+                )
+            wanted = None if optional is None else [name for name in names if name in {*needed, *optional}]
             frame: pd.DataFrame = file.read(columns=wanted).to_pandas()
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
-    require_typed(frame, path)
-    return frame
-
-
-def require_there(names: Sequence[str], needed: Sequence[str], path: Path) -> None:
-    """Raises DataError for columns that a table of samples lacks."""
-    missing = [name for name in needed if name not in names]
-    if missing:
-        raise DataError(
-            f"{path} has no column {', '.join(missing)}; expected the table as psgrad analyze writes it",
-            hint="an older psgrad wrote it, or it was changed; run psgrad analyze again",
-        )
-
-
-def require_typed(frame: pd.DataFrame, path: Path) -> None:
-    """Raises DataError for columns of another type: a verdict on them would be wrong."""
-    kinds = pd.api.types
-    expected = {
-        "loss": (kinds.is_numeric_dtype, "numbers"),
-        "grad_norm": (kinds.is_numeric_dtype, "numbers"),
-        "is_outlier_issue": (kinds.is_bool_dtype, "true or false"),
-        "status": (
-            lambda column: not len(frame) or kinds.infer_dtype(column, skipna=False) == "string",
-            "ok, nonfinite or skipped",
-        ),
-    }
-    for name, (is_kind, what) in expected.items():
+    for name, (is_kind, what) in _TYPES.items():
         if name in frame and not is_kind(frame[name]):
             raise DataError(
                 f"the column {name} of {path} is of type {frame[name].dtype}; expected {what}",
-                hint="the table was changed after the run; run psgrad analyze again",
+                hint=f"the table was changed after the run; {_AGAIN}",
             )
+    return frame
+
+
+_AGAIN = "run psgrad analyze again, or the command that wrote it"
+_TYPES: dict[str, tuple[Callable[[pd.Series[Any]], bool], str]] = {
+    "loss": (pd.api.types.is_numeric_dtype, "numbers"),
+    "grad_norm": (pd.api.types.is_numeric_dtype, "numbers"),
+    "is_outlier_issue": (pd.api.types.is_bool_dtype, "true or false"),
+    "status": (
+        lambda column: not len(column) or pd.api.types.infer_dtype(column, skipna=False) == "string",
+        "ok, nonfinite or skipped",
+    ),
+}
 
 
 def write_check(folder: RunFolder, result: CheckResult) -> None:
@@ -107,9 +104,7 @@ _COLUMNS = ("id", "index", "status", "is_outlier_issue", "loss", "grad_norm")
 def load_run(folder: Path) -> AnalyzeResult:
     """The result of a finished `psgrad analyze` in a folder. Raises DataError where it can't be read."""
     manifest = finished_manifest(folder)
-    samples = _table(folder / "samples.parquet")
-    require_there(list(map(str, samples)), _COLUMNS, folder / "samples.parquet")
-    require_typed(samples, folder / "samples.parquet")
+    samples = read_samples(folder, _COLUMNS)
     told = _json(folder / f"{MEASURES}.json", {})
     measures = {name: _measure(folder, name, about) for name, about in told.items()}
     return AnalyzeResult(
@@ -129,7 +124,7 @@ def load_run(folder: Path) -> AnalyzeResult:
 
 def finished_manifest(folder: Path, commands: Sequence[str] = ("analyze",)) -> RunManifest:
     """The manifest of a finished run of one of these commands. Raises DataError."""
-    content = manifest_of(folder)
+    content = RunFolder.manifest_of(folder)
     if content is None:
         raise DataError(
             f"{folder} holds no run of psgrad; expected the folder of a finished psgrad analyze: its"
@@ -203,6 +198,6 @@ def _arrays(path: Path) -> dict[str, Array]:
 
 def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(
-        f"{path} can't be read: {first_line(error)}; expected the file as psgrad analyze wrote it",
-        hint="it was changed or cut short after the run; run psgrad analyze again",
+        f"{path} can't be read: {first_line(error)}; expected the file as psgrad wrote it",
+        hint=f"it was changed or cut short after the run; {_AGAIN}",
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from psgrad.errors import OutputError, OutputExistsError
+from psgrad.errors import OutputExistsError
 from psgrad.run import durable_files
-from psgrad.run.durable_files import FolderLock
 from psgrad.run.ledger_lines import has_begun
-from psgrad.wording import json_values
+from psgrad.run.marked_folders import MarkedFolder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,6 +48,7 @@ OWN_ENTRIES = (
     ),
     *("scores.parquet", "scores.csv", "self_influence.parquet", "queries.parquet", "matrix.safetensors"),
     *("harmful.csv", "groups.parquet", "contrasts.parquet", "tokens.parquet"),
+    *("review.json", "review.parquet", "changes.parquet"),
     *("evaluation.json", "evaluation.csv", "evaluation_details.parquet", "evaluation_points.parquet"),
     *(PUBLIC, PRIVATE, CHECKPOINT),
     *("steps", "rows", "layers", "sources", "spikes"),  # of a monitor
@@ -62,20 +61,22 @@ _FORMULA = re.compile(
 )
 
 
-class RunFolder:
+class RunFolder(MarkedFolder):
     """The folder of one run. Every write is atomic: temporary file, fsync, rename, fsync of the folder."""
 
+    top, mark = MANIFEST, "psgrad"
+    noun, holds, option = "output", "run", "--output"
+    if_taken = "choose another --output, or replace the earlier run with --overwrite"
     after_more_space = "free some space, or choose an --output on another disk, and run again"
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self.rows = 0  # finished samples in shards
-        self._lock: FolderLock | None = None
 
     @classmethod
-    def create(cls, path: Path, overwrite: bool = False) -> Self:
+    def create(cls, path: Path, overwrite: bool = False, about: Mapping[str, Any] | None = None) -> Self:
         """Make the folder, or take one that is empty. `overwrite` also takes one that holds an earlier run,
-        and removes that run.
+        and removes that run. about: its first manifest.
 
         Call this late, when model and data are known to be good: the earlier run is gone afterwards.
 
@@ -85,67 +86,29 @@ class RunFolder:
                 privacy was spent.
             OutputError: the folder can't be made.
         """
-        run = cls(path)
-        cls.require_free(path, overwrite)
-        try:
-            # Norms and losses reveal single training examples: a new folder is readable by its owner only.
-            durable_files.make_folder(path, 0o700)
-            run._lock = FolderLock(path, alone=True)
-            run._clear()
-        except OSError as error:
-            raise _unusable(path, error) from error
-        run.write_manifest({"state": "running"})
-        run._lock.share()
-        return run
-
-    def hold(self) -> None:
-        """Keep others from replacing the run, until `let_go` or the end of this process. Raises
-        OutputExistsError where one does so now.
-        """
-        self._lock = self._lock or FolderLock(self.path)
-
-    def let_go(self) -> None:
-        """Nothing more will be written to the run."""
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = None
+        return cls(path).take({"state": "running"} if about is None else about, overwrite)
 
     @classmethod
     def reopen(cls, path: Path) -> Self:
         """The folder of a run that is resumed: its finished parts stay."""
         run = cls(path)
-        try:
-            own = [path / name for name in (SHARDS, MEASURES, "inputs", "plots")]
-            folders = [folder for folder in own if folder.is_dir() and not folder.is_symlink()]
-            leftovers = [leftover for folder in folders for leftover in folder.rglob(".*.tmp")]
-            for leftover in [*path.glob(".*.tmp"), *leftovers]:
-                leftover.unlink()
-        except OSError as error:
-            raise _unusable(path, error) from error
+        run.remove_leftovers()
         return run
 
-    @staticmethod
-    def require_free(path: Path, overwrite: bool = False) -> None:
-        """Raises OutputExistsError if `create` would, and changes nothing: to be called before any work."""
+    def remove_leftovers(self) -> None:
+        """Remove temporary files of processes that were killed; to be called where no other process writes.
+        Raises OutputError.
+        """
         try:
-            if not path.exists() and not path.is_symlink():
-                return
-            if not path.is_dir():
-                raise OutputExistsError(
-                    f"the output {path} exists and is not a folder",
-                    hint="choose another --output",
-                )
-            # A run that was killed while it wrote its first file leaves the beginning of that file.
-            if set(path.iterdir()) <= set(durable_files.leftovers_of(path / MANIFEST)):
-                return
+            for entry in (self.path / name for name in (*OWN_ENTRIES, MANIFEST)):
+                own = entry.is_dir() and not entry.is_symlink()
+                for leftover in [*durable_files.leftovers_of(entry), *(entry.rglob(".*.tmp") if own else ())]:
+                    leftover.unlink(missing_ok=True)
         except OSError as error:
-            raise _unusable(path, error) from error
-        if manifest_of(path) is None:
-            raise OutputExistsError(
-                f"the output folder {path} is not empty and does not hold a psgrad run; expected a new or"
-                " empty folder, or the folder of an earlier run",
-                hint="choose another --output; --overwrite replaces earlier runs only",
-            )
+            raise self._unusable(self.path, error) from error
+
+    @classmethod
+    def _require_replaceable(cls, path: Path) -> None:
         if ledger_lost(path):
             raise OutputExistsError(
                 f"the output folder {path} holds a checkpoint of a private run, and the ledger that paid"
@@ -166,21 +129,11 @@ class RunFolder:
                     " or delete the folder by hand"
                 ),
             )
-        if not overwrite:
-            raise OutputExistsError(
-                f"the output folder {path} holds an earlier run; expected a new or empty folder",
-                hint="choose another --output, or replace the earlier run with --overwrite",
-            )
-        FolderLock(path, alone=True).release()
 
     def _clear(self) -> None:
-        # The manifest stays until create() replaces it: a crash half-way leaves a folder that can be
-        # recognised and overwritten.
         for name in OWN_ENTRIES:
             _remove(self.path / name)
-        for name in (*OWN_ENTRIES, MANIFEST):
-            for leftover in durable_files.leftovers_of(self.path / name):
-                leftover.unlink()
+        self.remove_leftovers()
 
     def finish_samples(self, frame: pd.DataFrame) -> None:
         """Write all rows as samples.parquet and samples.csv."""
@@ -194,7 +147,7 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         """Whether the run in the folder came to its end."""
-        return (manifest_of(self.path) or {}).get("state") == "finished"
+        return self.manifest().get("state") == "finished"
 
     def write_measures(self, results: Mapping[str, MeasureResult]) -> None:
         """Write measures.json (what each is, and its numbers), measures/<measure>.<table>.parquet and
@@ -253,41 +206,7 @@ class RunFolder:
 
     def manifest(self) -> dict[str, Any]:
         """The present content of manifest.json; empty if there is none."""
-        return manifest_of(self.path) or {}
-
-    def write_manifest(self, content: Mapping[str, Any]) -> None:
-        """Write manifest.json with the mark by which a run folder is known."""
-        self.write_json(MANIFEST, {"tool": "psgrad", **content})
-
-    def write_json(self, name: str, content: Any) -> None:
-        """Write JSON for every reader: numpy values as plain ones, paths as text, what is not finite null."""
-        text = json.dumps(json_values(content), indent=2, ensure_ascii=False, allow_nan=False)
-        self.write_bytes(name, (text + "\n").encode("utf-8", "backslashreplace"))
-
-    def write_bytes(self, name: str, data: bytes | memoryview, mode: int = 0o666) -> None:
-        """Write one file of the run, in a folder below if `name` has slashes. mode: see `write_atomically`.
-
-        Raises:
-            OutputError: the disk is full, or the file can't be written; the file is then as it was before.
-        """
-        target = self.path / name
-        try:
-            durable_files.make_folder(target.parent)
-            durable_files.write_atomically(target, data, mode)
-        except OSError as error:
-            raise self._explain(error, target, len(data)) from error
-
-    def _explain(self, error: OSError, target: Path, wanted: int) -> OutputError:
-        if error.errno not in durable_files.NO_SPACE:
-            return OutputError(
-                f"{target} can't be written: {error.strerror or error}",
-                hint="check the folder and its permissions",
-            )
-        return OutputError(
-            f"the disk is full or over quota: {target} can't be written ({error.strerror}); expected"
-            f" {wanted:,} free bytes for this file",
-            hint="; ".join(filter(None, (self._kept(), self.after_more_space))),
-        )
+        return self.manifest_of(self.path) or {}
 
     def _kept(self) -> str:
         """Which samples are there after a write that failed, in words."""
@@ -307,24 +226,6 @@ def packed(arrays: Mapping[str, np.ndarray[Any, Any]], about: Mapping[str, str] 
 
 def file_name(name: str) -> str:
     return re.sub(r"[^\w-]", "_", name)
-
-
-def _unusable(path: Path, error: OSError) -> OutputError:
-    return OutputError(
-        f"the output folder {path} can't be made: {error.strerror or error}; expected a place where"
-        " folders and files can be written",
-        hint="choose another --output",
-    )
-
-
-def manifest_of(folder: Path) -> dict[str, Any] | None:
-    """The content of manifest.json; None if the folder is not a run of psgrad."""
-    # Other tools have files named manifest.json too: the mark inside decides.
-    try:
-        content = json.loads((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and content.get("tool") == "psgrad" else None
 
 
 def ledger_lost(folder: Path) -> bool:

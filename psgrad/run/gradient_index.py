@@ -5,8 +5,8 @@ absent.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,20 +15,19 @@ from typing import Any, Self
 import numpy as np
 
 from psgrad import __version__
-from psgrad.errors import OutputError, OutputExistsError
+from psgrad.errors import OutputError
 from psgrad.run import durable_files, index_files
-from psgrad.run.durable_files import FolderLock
+from psgrad.run.identity import digest
 from psgrad.run.index_files import Arrays
+from psgrad.run.marked_folders import MarkedFolder
 
 DESCRIPTION = "index.json"
 _SHARDS = "shards"  # of index.json
 FORMAT = 3
-_MARK = "psgrad influence index"
 _RESUME = "psgrad influence index CONFIG --resume"
 _OVERWRITE = "build the index again: psgrad influence index CONFIG --overwrite"
 # The files of an index, and those of a process that was killed while it wrote one.
 _OWN = ("*.safetensors", ".*.safetensors.*.tmp")
-_SECONDS_TO_MAKE_FOLDER = 60.0  # a part that begins does so within this time, and others wait for it
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Shard:
         return np.setdiff1d(np.arange(self.rows), np.array(self.deleted, np.int64))
 
 
-class GradientIndex:
+class GradientIndex(MarkedFolder):
     """A folder: `index.json`, which says what is in it, and for each checkpoint shards of rows and one file
     of sums over them.
 
@@ -70,16 +69,21 @@ class GradientIndex:
         shards: the index's rows in each shard, the same for every checkpoint.
     """
 
+    top, mark = DESCRIPTION, "psgrad influence index"
+    noun, holds, option = "index", "index", "influence.index.path"
+    if_taken = f"go on with it: {_RESUME}; or replace it with --overwrite"
+    after_more_space = f"free some space, then {_RESUME}"
+
     def __init__(
         self, path: Path, description: Mapping[str, Any], stored: Sequence[Shard] | None = None
     ) -> None:
-        self.path, self.description = path, index_files.as_stored(description)
+        super().__init__(path)
+        self.description = index_files.as_stored(description)
         self._stored = _new_shards(self.description, 0) if stored is None else list(stored)
         self._places = [shard.kept() for shard in self._stored]
         ends = np.cumsum([0, *map(len, self._places)]).tolist()
         self.shards = [range(start, stop) for start, stop in pairwise(ends)]
-        self._id = index_files.description_digest(self._content())
-        self._lock: FolderLock | None = None  # of one that is written
+        self._id = digest(self._content())
 
     # -- folders ---------------------------------------------------------------------------------------------
 
@@ -92,41 +96,8 @@ class GradientIndex:
             OutputExistsError: there is an index already, or something that is not an index.
             OutputError: the folder can't be written.
         """
-        cls.require_free(path, overwrite)
-        try:
-            durable_files.make_folder(path, 0o700)  # gradients tell about single training examples
-            index = cls(path, description)
-            index._lock = FolderLock(path, alone=True)
-            # First: an earlier index with only a part of its files is unfinished, and refused as such.
-            index._remove_files()
-            index._write_description()
-            index._lock.share()
-        except OSError as error:
-            raise _not_writable(path, error) from error
-        return index
-
-    @staticmethod
-    def require_free(path: Path, overwrite: bool = False) -> None:
-        """Raises OutputExistsError if `create` would, and changes nothing."""
-        try:
-            if path.is_dir() and not _only_leftovers(path):
-                if not _is_index(path / DESCRIPTION):
-                    raise OutputExistsError(
-                        f"the index folder {path} is not empty, and holds no index",
-                        hint="choose another influence.index.path",
-                    )
-                if not overwrite:
-                    raise OutputExistsError(
-                        f"the index folder {path} holds an index",
-                        hint=f"go on with it: {_RESUME}; or replace it with --overwrite",
-                    )
-            elif path.exists() and not path.is_dir():
-                raise OutputExistsError(
-                    f"the index {path} is a file, and no folder",
-                    hint="choose another influence.index.path",
-                )
-        except OSError as error:
-            raise _not_writable(path, error) from error
+        index = cls(path, description)
+        return index.take(index._about(), overwrite)
 
     @classmethod
     def resume(cls, path: Path, description: Mapping[str, Any]) -> Self:
@@ -138,7 +109,7 @@ class GradientIndex:
             return cls.create(path, description)
         index = cls._read(path)
         index.require(description)
-        index._lock = FolderLock(path)
+        index.hold()
         return index
 
     def updated(self, description: Mapping[str, Any], kept: np.ndarray) -> Self:
@@ -153,38 +124,30 @@ class GradientIndex:
         index = type(self)(
             self.path, description, [*stored, *_new_shards(index_files.as_stored(description), len(kept))]
         )
-        index._lock = FolderLock(self.path)
+        index.hold()
+        index.write_manifest(index._about())
         try:
-            index._write_description()
             for number in range(int(index.description["checkpoints"])):
                 index.file(number, None).unlink(missing_ok=True)  # sums over other rows
         except OSError as error:
-            raise _not_writable(self.path, error) from error
+            raise self._unusable(self.path, error) from error
         return index
 
     @classmethod
-    def join(cls, path: Path, description: Mapping[str, Any]) -> Self:
-        """The index that several parts of a job array build, of which none knows when the others run: the
-        first one makes the folder. Raises as `create` and `require` do.
+    def joined(cls, path: Path, description: Mapping[str, Any]) -> Self:
+        """The index that several parts of a job array build: see `join`. Raises as `create` and `require`
+        do.
         """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(0o700)
-        except FileExistsError:
-            end = time.monotonic() + _SECONDS_TO_MAKE_FOLDER
-            while not (path / DESCRIPTION).exists():
-                if time.monotonic() > end or not path.is_dir() or not _only_leftovers(path):
-                    return cls.create(path, description)
-                time.sleep(0.1)
-            return cls.resume(path, description)
-        except OSError as error:
-            raise _not_writable(path, error) from error
-        return cls.create(path, description)
+        return cls.join(
+            path,
+            lambda: cls.resume(path, description) if (path / DESCRIPTION).exists() else None,
+            lambda: cls.create(path, description),
+        )
 
     @classmethod
     def begun(cls, path: Path) -> Self | None:
         """The index in a folder, finished or not; None where there is none."""
-        return cls._read(path) if _is_index(path / DESCRIPTION) else None
+        return cls._read(path) if cls.manifest_of(path) is not None else None
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -207,7 +170,7 @@ class GradientIndex:
     def _read(cls, path: Path) -> Self:
         try:
             content = json.loads((path / DESCRIPTION).read_bytes())
-            if not isinstance(content, dict) or content.pop("tool", None) != _MARK:
+            if not isinstance(content, dict) or content.pop("tool", None) != cls.mark:
                 raise ValueError("it is no index's")
             if content.pop("format", None) != FORMAT:
                 raise OutputError(
@@ -222,17 +185,15 @@ class GradientIndex:
                 hint="build the index again in another folder",
             ) from error
 
-    def _write_description(self) -> None:
-        head = {"tool": _MARK, "format": FORMAT, "version": __version__}
-        content = json.dumps(head | self._content(), indent=2, ensure_ascii=False)
-        durable_files.write_atomically(self.path / DESCRIPTION, content.encode())
+    def _about(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": __version__, **self._content()}
 
     def _content(self) -> dict[str, Any]:
         return {**self.description, _SHARDS: [asdict(each) for each in self._stored]}
 
     def require(self, expected: Mapping[str, Any]) -> None:
         """Raises OutputError, naming what differs, unless the description has all these values."""
-        index_files.require_same_index(self.path, expected, self.description)
+        index_files.require_same_index(self.path, index_files.as_stored(expected), self.description)
 
     # -- shards ----------------------------------------------------------------------------------------------
 
@@ -262,7 +223,10 @@ class GradientIndex:
     def write(self, checkpoint: int, shard: int | None, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a shard, or the sums, all at once. Raises OutputError, and leaves no part of it."""
         target = self.file(checkpoint, shard)
-        index_files.write(target, arrays, self._seal(shard), hint=f"free some space, then {_RESUME}")
+        self.write_bytes(str(target.relative_to(self.path)), index_files.sealed(arrays, self._seal(shard)))
+        with suppress(OSError):
+            for leftover in durable_files.leftovers_of(target):  # of a process that was killed
+                leftover.unlink()
 
     def read(self, checkpoint: int, shard: int | None) -> Arrays:
         """All arrays of a file."""
@@ -313,8 +277,7 @@ class GradientIndex:
         path = self.file(checkpoint, shard)
         return index_files.opened(path, self._seal(shard), hint=f"delete it, then {_RESUME}")
 
-    def _remove_files(self) -> None:
-        """Remove the files of an earlier index, and those of a killed process."""
+    def _clear(self) -> None:
         for folder in self.path.glob("checkpoint-*"):
             for path in [each for kind in _OWN for each in folder.glob(kind)]:
                 path.unlink()
@@ -327,25 +290,5 @@ class GradientIndex:
 def _new_shards(description: Mapping[str, Any], first: int) -> list[Shard]:
     """The shards of the rows from `first` on."""
     rows, most = int(description["rows"]), int(description["rows_per_shard"])
-    seal = index_files.description_digest(description)
+    seal = digest(description)
     return [Shard(min(most, rows - start), seal) for start in range(first, rows, most)]
-
-
-def _only_leftovers(path: Path) -> bool:
-    """Whether a folder holds nothing but files of a process that was killed, or is making the index."""
-    return set(path.iterdir()) <= set(durable_files.leftovers_of(path / DESCRIPTION))
-
-
-def _not_writable(path: Path, error: OSError) -> OutputError:
-    return OutputError(
-        f"the index {path} can't be written: {error.strerror or error}",
-        hint="choose another influence.index.path",
-    )
-
-
-def _is_index(description: Path) -> bool:
-    try:
-        content = json.loads(description.read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and content.get("tool") == _MARK

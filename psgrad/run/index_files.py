@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from psgrad.errors import OutputError
-from psgrad.run import durable_files
+from psgrad.run.folders import packed
 from psgrad.run.identity import differences, require_same
+from psgrad.wording import json_values
 
 SEAL = "psgrad"  # of a file's metadata: which index or rows it is of, and the hash of its numbers
 # Numbers of a file by the names that safetensors has for them.
@@ -30,26 +30,10 @@ _DTYPES = {
 Arrays = dict[str, np.ndarray]
 
 
-def write(target: Path, arrays: Mapping[str, np.ndarray], seal: str, hint: str) -> None:
-    """Write a file all at once. Raises OutputError, and leaves no part of it.
-
-    seal: the hash of the index. hint: where there is no space.
-    """
-    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+def sealed(arrays: Mapping[str, np.ndarray], seal: str) -> bytes:
+    """The bytes of a file. seal: the hash of the index."""
     # One entry: safetensors writes several in any order, and the bytes of equal indexes would differ.
-    data = save(whole, metadata={SEAL: f"{seal} {digest_of(whole)}"})
-    try:
-        durable_files.make_folder(target.parent)
-        durable_files.write_atomically(target, data)
-        for leftover in durable_files.leftovers_of(target):  # of a process that was killed
-            leftover.unlink()
-    except OSError as error:
-        full = error.errno in durable_files.NO_SPACE
-        raise OutputError(
-            f"{target} can't be written: {error.strerror or error}"
-            + (f", and takes {len(data):,} bytes" if full else ""),
-            hint=hint if full else "check the folder and its permissions",
-        ) from error
+    return packed(arrays, {SEAL: f"{seal} {digest_of(arrays)}"})
 
 
 def opened(path: Path, seal: str, hint: str) -> Any:
@@ -98,7 +82,7 @@ def as_slice(rows: np.ndarray) -> np.ndarray | slice:
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows
 
 
-def digest_of(arrays: Arrays) -> str:
+def digest_of(arrays: Mapping[str, np.ndarray]) -> str:
     """The SHA-256 of arrays by name."""
     digest = sha256()
     for name in sorted(arrays):
@@ -108,14 +92,9 @@ def digest_of(arrays: Arrays) -> str:
 
 
 def as_stored(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The description as JSON gives it back."""
-    content: dict[str, Any] = json.loads(json.dumps(description, default=str))
+    """The description as a file of JSON gives it back."""
+    content: dict[str, Any] = json.loads(json.dumps(json_values(description), default=str))
     return content
-
-
-def description_digest(content: Mapping[str, Any]) -> str:
-    """The SHA-256 of plain values."""
-    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def require_same_index(path: Path, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:

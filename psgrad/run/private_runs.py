@@ -24,7 +24,6 @@ from psgrad.run.folders import (
     PUBLIC,
     RunFolder,
     ledger_lost,
-    manifest_of,
 )
 from psgrad.run.ledger_lines import has_begun
 
@@ -54,7 +53,7 @@ class PrivateRunFolder(RunFolder):
         Raises ConfigError where the folder holds no private run, or one that was killed before its first
         step, and LedgerError where it holds a checkpoint without the ledger that paid for it.
         """
-        manifest = manifest_of(path)
+        manifest = RunFolder.manifest_of(path)
         if manifest is None:
             raise ConfigError(
                 f"there is no run to resume in {path}; expected the folder of an earlier `psgrad dp-step`",
@@ -90,14 +89,6 @@ class PrivateRunFolder(RunFolder):
     def write_checkpoint(self, data: bytes | memoryview) -> None:
         """Put a checkpoint in place of the earlier one, which stays where OutputError is raised."""
         self.write_bytes(CHECKPOINT, data)
-
-    def remove_leftovers(self) -> None:
-        """Remove temporary files of processes that were killed. To be called with the ledger locked, when no
-        other process writes here.
-        """
-        patterns = (f".{MANIFEST}.*.tmp", f".{CHECKPOINT}.*.tmp", f"{PUBLIC}/.*.tmp", f"{PRIVATE}/.*.tmp")
-        for path in (path for pattern in patterns for path in self.path.glob(pattern)):
-            path.unlink(missing_ok=True)
 
     def write_manifest(self, content: Mapping[str, Any]) -> None:
         """Write manifest.json with the public keys, and the rest as private/NOT_PRIVATE_manifest.json."""

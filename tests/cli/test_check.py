@@ -191,14 +191,13 @@ def test_a_run_that_can_not_be_written_to_is_still_checked(
 def test_lines_of_a_csv_file_are_reported_as_long_as_it_is_the_same(workplace: Workplace) -> None:
     rows = ["uid,a,b,c,d,y", *(f'"row\n{row}",{row},1,0,0.5,{row % 3}' for row in range(6))]
     (workplace.folder / "data.csv").write_text("\n".join(rows) + "\n")
-    workplace.config["data"] = {
-        "path": "data.csv",
-        "inputs": ["a", "b", "c", "d"],
-        "target": "y",
-        "id": "uid",
-    }
+    workplace.config["data"] = {"path": "data.csv", "inputs": [*"abcd"], "target": "y", "id": "uid"}
     workplace.config["analyze"] = {"review_fraction": 0.9}
-    workplace.succeeded()
+    workplace.succeeded("--limit", "3", "--sample")
+    content = json.loads(workplace.command("check", "out", "--format", "json").out)
+    found = {each["id"]: each["location"]["line"] for each in content["findings"]}
+    assert found == {name: 2 + 2 * int(name[4:]) for name in found} != {}
+    workplace.succeeded("--overwrite")
     content = json.loads(workplace.command("check", "out", "--format", "json").out)
     assert {each["index"]: each["location"] for each in content["findings"]} == {
         row: {"path": "data.csv", "line": 2 + 2 * row} for row in range(6)

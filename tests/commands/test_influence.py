@@ -220,7 +220,7 @@ def test_an_index_that_is_half_built_is_refused_and_gone_on_with(place: Influenc
     place.influence().refused(
         3, "the index index is half built: 4 of 5 files are written", "psgrad influence index CONFIG --resume"
     )
-    place.index().refused(2, "the index folder index holds an index", "--resume", "--overwrite")
+    place.index().refused(2, "the index folder index holds an earlier index", "--resume", "--overwrite")
     assert place.index("--resume").code == 0
     assert len(place.ranked())
 

@@ -62,7 +62,7 @@ def test_dp_step_does_not_reveal_a_member_to_one_with_the_seed_of_the_factory(
     )
     (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
     setup = set_up_privately(load_config(private.folder / "config.yaml"))
-    objective, run = setup.run.objective, setup.run
+    objective, run = setup.common.objective, setup.common
 
     def as_read_in_the_code(records: np.ndarray) -> torch.Tensor:
         """The clipped sum, if PyTorch's generator goes on where the factory left it."""

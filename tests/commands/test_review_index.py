@@ -142,17 +142,17 @@ def test_of_the_training_data_only_changed_rows_are_read_with_an_index(place: Pl
     index = index_before(config, setup, before)
     assert index is not None
     added, removed = np.r_[5:15, ROWS - 5 : ROWS + 7], np.r_[0:5, 10:20]
-    after: Any = Only(setup.run.reader, added)
+    after: Any = Only(setup.common.reader, added)
     views = [replace(view, training=replace(view.training, rows=after)) for view in setup.views]
-    setup = replace(setup, run=replace(setup.run, reader=after), views=views)
+    setup = replace(setup, common=replace(setup.common, reader=after), views=views)
     old: Any = Only(before, removed)
     rows = ChangedRows(old, added, removed, index)
     every = [np.ones(len(setup.query_rows), bool)]
-    found = predicted(setup, rows, {"loss": setup.run.criterion.function}, every, "loss")
+    found = predicted(setup, rows, {"loss": setup.common.criterion.function}, every, "loss")
     assert np.isfinite(found.changes["loss"]).all()
     assert np.abs(found.changes["loss"]).max() > 0
     with pytest.raises(AssertionError, match="did not change"):
-        predicted(setup, replace(rows, index=None), {"loss": setup.run.criterion.function}, every, "loss")
+        predicted(setup, replace(rows, index=None), {"loss": setup.common.criterion.function}, every, "loss")
 
 
 def test_an_index_of_other_data_is_refused_and_a_method_that_reads_none(place: Place) -> None:

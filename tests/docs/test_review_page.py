@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from psgrad.config import Config
-from psgrad.config.review import ReviewConfig
+from psgrad.config.analysis import ReviewConfig
 from psgrad.run.results.review import ReviewResult
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.privacy.snapshot import Snapshot
-from psgrad.run.folders import manifest_of
+from psgrad.run import RunFolder
 from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun
 from psgrad.run.private_runs import PrivateRunFolder
@@ -111,8 +111,8 @@ def check(path: Path, told: list[Any], finished: bool) -> None:
             position = kept.metadata["ledger_position"]
             assert content.digests[position - 1] == kept.metadata["ledger_sha256"]
     if (path / "manifest.json").exists():
-        assert manifest_of(path) is not None, "manifest.json is torn"
+        assert RunFolder.manifest_of(path) is not None, "manifest.json is torn"
     if finished:
         assert told[-1]["step"] == PLANNED
-        assert (manifest_of(path) or {})["state"] == "finished"
+        assert (RunFolder.manifest_of(path) or {})["state"] == "finished"
         assert not list(path.rglob("*.tmp"))

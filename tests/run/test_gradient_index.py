@@ -227,17 +227,17 @@ def test_gradient_index_of_another_run_refused(tmp_path: Path, changed: dict[str
 
 def test_gradient_index_create_over_other_folder_refused(tmp_path: Path) -> None:
     fill(GradientIndex.create(tmp_path / "index", DESCRIPTION))
-    with pytest.raises(OutputExistsError, match="holds an index"):
+    with pytest.raises(OutputExistsError, match="holds an earlier index"):
         GradientIndex.create(tmp_path / "index", DESCRIPTION)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "index.json").write_text(json.dumps({"rows": 3}))
     for overwrite in (False, True):
-        with pytest.raises(OutputExistsError, match="holds no index"):
+        with pytest.raises(OutputExistsError, match="does not hold a psgrad index"):
             GradientIndex.create(tmp_path / "other", DESCRIPTION, overwrite=overwrite)
     with pytest.raises(OutputError, match="can't be read: it is no index's"):
         GradientIndex.resume(tmp_path / "other", DESCRIPTION)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputExistsError, match="is a file"):
+    with pytest.raises(OutputExistsError, match="exists and is not a folder"):
         GradientIndex.create(tmp_path / "file", DESCRIPTION)
 
 

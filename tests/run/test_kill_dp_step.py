@@ -18,7 +18,7 @@ from psgrad.config import load_config
 from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.snapshot import Snapshot
 from psgrad.errors import ConfigError
-from psgrad.run.folders import manifest_of
+from psgrad.run import RunFolder
 from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun
 from psgrad.run.results import Progress
@@ -73,7 +73,7 @@ def go(private: PrivateWorkplace) -> Go:
 
 def check(folder: Path, told: list[Any], finished: bool) -> None:
     public, manifest = folder / "public", folder / "manifest.json"
-    assert not manifest.exists() or manifest_of(folder) is not None
+    assert not manifest.exists() or RunFolder.manifest_of(folder) is not None
     begun = has_begun(public / "ledger.jsonl")
     assert begun or not told
     assert begun or not any(path for path in public.glob("*") if path.name != "ledger.jsonl"), (
@@ -97,7 +97,7 @@ def check(folder: Path, told: list[Any], finished: bool) -> None:
     if (public / "model.safetensors").exists():
         load((public / "model.safetensors").read_bytes())
     if finished:
-        assert (manifest_of(folder) or {})["state"] == "finished"
+        assert (RunFolder.manifest_of(folder) or {})["state"] == "finished"
         assert step["steps"] == paid
         assert step["model_sha256"] == hashlib.sha256((public / "model.safetensors").read_bytes()).hexdigest()
         assert not list(folder.rglob("*.tmp"))

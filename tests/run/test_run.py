@@ -11,7 +11,7 @@ import pytest
 
 from psgrad.engine.execution.ranks import OneProcess
 from psgrad.errors import OutputError, OutputExistsError
-from psgrad.run.folders import manifest_of
+from psgrad.run import RunFolder
 from psgrad.run.progress import LOADING, Progress
 from psgrad.run.results.manifest import Counts, RunManifest
 from psgrad.run.run import Run
@@ -24,7 +24,7 @@ def opened(path: Path, **options: bool) -> Run[OneProcess]:
 
 
 def written(run: Run[OneProcess]) -> dict[str, Any]:
-    found = manifest_of(run.path)
+    found = RunFolder.manifest_of(run.path)
     assert found is not None
     return found
 
