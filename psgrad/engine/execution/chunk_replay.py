@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from psgrad.engine.gradients.per_sample import (
 )
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Image, Lookup, Product
-from psgrad.engine.transforms.capture import Captured
+from psgrad.engine.transforms.capture import Call, Captured
 from psgrad.engine.transforms.private_torch import register_pytree_node
 
 # A program pays if so many chunks of its shape are to come: a recording takes about three times a chunk, a
@@ -110,20 +111,78 @@ class ReplayCounts:
         }
 
 
-class ChunkReplay:
-    """A function of chunks, replayed as a program where that pays.
+class ReplayedChunks:
+    """Functions of chunks, each replaced by a program where that pays.
+
+    After an ordinary chunk of a shape come a recorded one, one in which the program is compared, and replays.
+    Where a program's guard does not hold, the function runs.
 
     Args:
-        function: (params, inputs, target, *given) to what is found of a chunk.
-        params: the same tensors for each chunk.
         counts: of the run.
         alone: held while a chunk is recorded or compared, since random numbers that another thread draws
             meanwhile would be taken for the function's.
 
     Attributes:
         chunks: how many were replayed.
+    """
+
+    def __init__(self, counts: ReplayCounts | None = None, alone: threading.Lock | None = None) -> None:
+        self.counts, self.alone = counts or ReplayCounts(), alone or threading.Lock()
+        self.chunks = 0
+
+    def found(
+        self,
+        captured: Captured,
+        chunk: tuple[Any, ...],
+        pays: Callable[[int], bool],
+        record: Callable[[Captured, Call], Any] = Captured.record,
+    ) -> Any:
+        """What the captured function finds of a chunk.
+
+        pays: from the number of chunks of this shape that ran before to whether a recording pays. record: as
+        Captured.record.
+        """
+        call = captured.call(*chunk)
+        if call is None or call.entry.ended:
+            if call is not None and not captured.warned:
+                captured.warned = True
+                self.counts.add_reason(_CANCELLING if captured.flags else _OTHER_VALUES)
+            return captured.function(*chunk)
+        entry = call.entry
+        if entry.program is not None:
+            done, found = self._replayed(captured, call)
+            if done:
+                self.chunks += 1
+                self.counts.replayed += 1
+                if entry.program is not None:
+                    self.counts.by.add(entry.program.how)
+                return found
+        elif entry.recording is not None:
+            with self.alone:
+                return captured.compare(call)
+        elif pays(entry.met):
+            with self.alone:
+                return record(captured, call)
+        else:
+            entry.met += 1  # where many came, as many are expected
+        return captured.function(*chunk)
+
+    def _replayed(self, captured: Captured, call: Call) -> tuple[bool, Any]:
+        """As Captured.replay."""
+        return captured.replay(call)
+
+
+class ChunkReplay(ReplayedChunks):
+    """One function of chunks, which is replayed if enough of them are to come.
+
+    Args:
+        function: (params, inputs, target, *given) to what is found of a chunk.
+        params: the same tensors for each chunk.
+
+    The others are those of ReplayedChunks.
+
+    Attributes:
         ragged_chunks: how many chunks of rows that differ in length there were, counted by the caller.
-        how: by which kind of program.
     """
 
     def __init__(
@@ -133,18 +192,14 @@ class ChunkReplay:
         counts: ReplayCounts | None = None,
         alone: threading.Lock | None = None,
     ) -> None:
-        self.function, self.params = function, params
-        self.counts = counts or ReplayCounts()
-        self.alone = alone or threading.Lock()
-        self.chunks = self.ragged_chunks = 0
-        self.how = "not replayed"
+        super().__init__(counts, alone)
+        self.ragged_chunks = 0
         # Norms are float64, but no more exact than what they are made of.
         eps = max(torch.finfo(x.dtype).eps for x in params.values())
         # The parameters are tensors from outside for a program, which makes their views once.
-        self._captured = Captured(self._computed, self.counts.add_reason, hoists=True, rounding=4 * eps)
-
-    def _computed(self, *chunk: Any) -> Any:
-        return self.function(self.params, *chunk)
+        self._captured = Captured(
+            partial(function, params), self.counts.add_reason, hoists=True, rounding=4 * eps
+        )
 
     @torch.no_grad()
     def __call__(
@@ -157,31 +212,7 @@ class ChunkReplay:
         """What is found of a chunk. to_come: chunks of this size, this one included, as far as is known."""
         self.counts.chunks += 1
         chunk = inputs, target, *given
-        call = self._captured.call(*chunk)
-        if call is None or call.entry.ended:
-            if call is not None and not self._captured.warned:
-                self._captured.warned = True
-                self.counts.add_reason(_CANCELLING if self._captured.flags else _OTHER_VALUES)
-            return self._computed(*chunk)
-        entry = call.entry
-        if entry.program is not None:
-            done, found = self._captured.replay(call)
-            if done:
-                self.chunks += 1
-                self.counts.replayed += 1
-                assert entry.program is not None
-                self.how = entry.program.how
-                self.counts.by.add(self.how)
-                return found
-        elif entry.recording is not None:
-            with self.alone:
-                return self._captured.compare(call)
-        elif not entry.met or max(entry.met, to_come) < PAYS_FROM:
-            entry.met += 1  # where many came, as many are expected
-        else:
-            with self.alone:
-                return self._captured.record(call)
-        return self._computed(*chunk)
+        return self.found(self._captured, chunk, lambda met: met > 0 and max(met, to_come) >= PAYS_FROM)
 
     def drop_program(self) -> None:
         """Give back what programs hold: memory ran out."""

@@ -7,7 +7,6 @@ from psgrad.engine.gradients.per_sample import per_sample_square_norms as per_sa
 from psgrad.engine.gradients.projections import Projection as Projection
 from psgrad.engine.gradients.projections import Sparse as Sparse
 from psgrad.engine.gradients.projections import TwoSided as TwoSided
-from psgrad.engine.gradients.projections import projection_from as projection_from
 from psgrad.engine.gradients.queries import PerSampleGradients as PerSampleGradients
 from psgrad.engine.gradients.queries import SquareNorms as SquareNorms
 from psgrad.engine.gradients.weighted_sums import WeightedSum as WeightedSum
@@ -25,5 +24,4 @@ __all__ = [
     "per_sample_projections",
     "per_sample_square_norms",
     "per_sample_weighted_sum",
-    "projection_from",
 ]

@@ -1,5 +1,4 @@
-"""Clipped sums of chunks by programs: the second chunk of a kind is recorded, the program is compared with
-the computation itself on the third, and later chunks are replayed.
+"""Clipped sums of chunks by programs (chunk_replay.py).
 
 A chunk that is not replayed is computed as it always was, also the recorded one, and a program must give its
 bits: it draws what the computation draws, from the same seeds. So no record's numbers depend on whether its
@@ -12,28 +11,26 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from psgrad import random_state
-from psgrad.engine.execution.chunk_replay import ReplayCounts
+from psgrad.engine.execution.chunk_replay import ReplayCounts, ReplayedChunks
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.transforms.capture import MOST_PROGRAMS, Call, Captured
 
 
-class SumPrograms:
+class SumPrograms(ReplayedChunks):
     """The programs of the chunks of one loss, by their shapes and by what else they were made for.
 
     The loss must not depend on Python values that change from call to call.
 
     Args:
         counts: of the run.
-
-    Attributes:
-        chunks: how many were replayed.
     """
 
     def __init__(self, counts: ReplayCounts | None = None) -> None:
-        self.counts, self.chunks = counts or ReplayCounts(), 0
+        super().__init__(counts)
         self._captured: OrderedDict[Any, Captured] = OrderedDict()
 
     def __call__(
@@ -51,57 +48,35 @@ class SumPrograms:
                 self._captured.popitem(last=False)
         captured.function = compute
         try:
-            return self._found(captured, captured.call(*arguments), shared, arguments)
+            return self.found(captured, arguments, bool, partial(_recorded_after, shared))
         finally:
             captured.function = _nothing  # what is computed holds the chunk
 
-    def _found(
-        self, captured: Captured, call: Call | None, shared: Callable[[], bool], arguments: tuple[Any, ...]
-    ) -> Any:
-        compute = captured.function
-        if call is None or call.entry.ended:
-            return compute(*arguments)
-        entry = call.entry
-        if entry.program is not None:
-            found = self._replayed(captured, call)
-            return compute(*arguments) if found is None else found
-        if entry.recording is not None:
-            return captured.compare(call)
-        found = compute(*arguments)
-        if shared():
-            captured.end(entry, "the model or the loss draws from NumPy's or Python's random generators")
-        elif entry.met:
-            _record(captured, call)
-        entry.met += 1
-        return found
-
-    def _replayed(self, captured: Captured, call: Call) -> Any:
-        """What a program finds; None where the chunk must be computed itself."""
+    def _replayed(self, captured: Captured, call: Call) -> tuple[bool, Any]:
+        """As Captured.replay; (False, None) also where memory runs out."""
         before = random_state.states() if call.entry.program and call.entry.program.draws else []
         try:
-            done, found = captured.replay(call)
+            return captured.replay(call)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            captured.end(call.entry, "memory ran out")
-            random_state.restore(before)
-            return None
-        if not done:
-            return None
-        self.chunks += 1
-        self.counts.replayed += 1
-        if call.entry.program is not None:
-            self.counts.by.add(call.entry.program.how)
+        captured.end(call.entry, "memory ran out")
+        random_state.restore(before)
+        return False, None
+
+
+def _recorded_after(shared: Callable[[], bool], captured: Captured, call: Call) -> Any:
+    """The result of a call, which is recorded once more after it was computed."""
+    found = call.of(captured.function)
+    if shared():
+        captured.end(call.entry, "the model or the loss draws from NumPy's or Python's random generators")
         return found
-
-
-def _record(captured: Captured, call: Call) -> None:
-    """Record a call once more after it was computed; its result is not used."""
     try:
         with random_state.restored():
             captured.record(call)
     except Exception as error:  # the call itself went well
         captured.end(call.entry, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+    return found
 
 
 def _nothing(*_: Any) -> Any:

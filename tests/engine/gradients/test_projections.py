@@ -22,7 +22,6 @@ from psgrad.engine.gradients import (
     Projection,
     Sparse,
     TwoSided,
-    projection_from,
 )
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import AxisLayout
@@ -341,15 +340,9 @@ def test_projection_draws_used_rows_of_table_only() -> None:
 # -- What they say of themselves -----------------------------------------------------------------------------
 
 
-def test_projection_description_round_trip() -> None:
-    for projection in PROJECTIONS:
-        again = projection_from(json.loads(json.dumps(projection.describe())))
-        assert again == projection
-        assert again.fingerprint == projection.fingerprint
-    assert (
-        len({projection.fingerprint for projection in [*PROJECTIONS, Sparse(12, seed=1), Sparse(13)]})
-        == len(PROJECTIONS) + 2
-    )
+def test_projection_descriptions_are_plain_and_differ() -> None:
+    every = [*PROJECTIONS, Sparse(12, seed=1), Sparse(13)]
+    assert len({json.dumps(projection.describe(), sort_keys=True) for projection in every}) == len(every)
 
 
 def test_projection_two_sided_short_vector_is_exact() -> None:
@@ -370,18 +363,6 @@ def test_projection_columns_of_parameters() -> None:
         (lambda: Sparse(4, seed=0.5), "Sparse: seed=0.5; expected a whole number"),  # type: ignore[arg-type]
         (lambda: Sparse(4, per="module"), "Sparse: per='module'; expected 'total' or 'parameter'"),  # type: ignore[arg-type]
         (lambda: TwoSided(4, True), "TwoSided: right=True; expected"),
-        (
-            lambda: projection_from({"kind": "hadamard"}),
-            "a projection of kind 'hadamard'; expected one of sparse, two-sided",
-        ),
-        (
-            lambda: projection_from({**Sparse(4).describe(), "version": 0}),
-            "a projection of version 0; expected version 1",
-        ),
-        (
-            lambda: projection_from({**Sparse(4).describe(), "rows": 0}),
-            "a description of a sparse projection with",
-        ),
     ],
 )
 def test_projection_arguments_refused(make: object, words: str) -> None:

@@ -214,13 +214,8 @@ class Projection(ABC):
         return {name: slice(place * start, place * start + self.width) for place, name in enumerate(names)}
 
     def describe(self) -> dict[str, Any]:
-        """Plain values for a manifest, from which `projection_from` makes the same projection."""
+        """Plain values for a manifest: projections with the same description may be compared."""
         return {"kind": self.kind, **asdict(self), "version": VERSION}
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the description: projections of the same fingerprint may be compared."""
-        return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()
 
     def _check(self, **sizes: int) -> None:
         """Refuse sizes that are not positive whole numbers, an unknown `per`, a seed that is not a whole

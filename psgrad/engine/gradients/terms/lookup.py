@@ -104,10 +104,14 @@ class Lookup(OuterProducts):
         return (1, *self.shape)  # type: ignore[return-value]
 
     def square_sums(self) -> torch.Tensor:
+        """As Term.square_sums: rows of one sample and index are added first."""
         total = torch.zeros(self.count, self.rows.shape[2], dtype=torch.float64, device=self.device)
         for block in blocks(self.samples, 24 * self.rows[:1].numel(), self.device):
-            entries = self.at(block, torch.float64).entries()
-            total.index_add_(0, entries.index, entries.rows.square())
+            some = self.at(block, torch.float64)
+            keys, places = some._keys().unique(return_inverse=True)
+            merged = total.new_zeros(len(keys), total.shape[1])
+            merged.index_add_(0, places, some.rows.flatten(0, 1))
+            total.index_add_(0, keys % self.count, merged.square())
         return total
 
     def cross_products(self, other: Term) -> torch.Tensor | None:
@@ -147,15 +151,6 @@ class Lookup(OuterProducts):
         pairs = self.rows.flatten(0, 1) @ right.t()
         pairs = pairs.masked_fill_(~factor, 0) if factor.dtype == torch.bool else pairs.mul_(factor)
         return pairs.reshape(n, t, m, s).sum((1, 3))
-
-    def entries(self) -> Entries:
-        """The sums of the rows with the same sample and index; rows of zeros (padding) are left out."""
-        columns = self.rows.shape[2]
-        rows = self.rows.flatten(0, 1)
-        nonzero = (rows != 0).any(1)
-        keys, places = self._keys()[nonzero].unique(return_inverse=True)
-        merged = rows.new_zeros(len(keys), columns).index_add_(0, places, rows[nonzero])
-        return Entries(torch.div(keys, self.count, rounding_mode="floor"), keys % self.count, merged)
 
     @property
     def row_count(self) -> int | None:
@@ -206,17 +201,3 @@ class Lookup(OuterProducts):
             return Product(left.unsqueeze(1), right.unsqueeze(1))
         rows, matrix = of_one_dtype(self.rows, matrix)
         return replace(self, rows=rows @ matrix)
-
-
-@dataclass(frozen=True)
-class Entries:
-    """The nonzero rows of tables, at most one for each sample and index.
-
-    Attributes:
-        sample, index: [q], in the order of (sample, index).
-        rows: [q, b].
-    """
-
-    sample: torch.Tensor
-    index: torch.Tensor
-    rows: torch.Tensor

@@ -19,7 +19,7 @@ from psgrad.engine.gradients.terms.numerics import (
     sum_of_products,
     times_shared,
 )
-from psgrad.engine.gradients.terms.term import Multiply, OuterProducts, Term, joined, sums_of_grams
+from psgrad.engine.gradients.terms.term import Multiply, OuterProducts, joined, sums_of_grams
 
 
 @dataclass(frozen=True)
@@ -113,23 +113,6 @@ class Product(OuterProducts):
             )
             total.baddbmm_(left.transpose(1, 2), right)
         return total
-
-    def cross_products(self, other: Term) -> torch.Tensor | None:
-        """As Term.cross_products: the sum over positions t, s of <left[t], left'[s]> * <right[t], right'[s]>;
-        None if materialising both values is cheaper.
-        """
-        if not isinstance(other, Product) or self.shape != other.shape:
-            return None
-        t, s, rows, columns = self.left.shape[2], other.left.shape[2], *self.shape[1:]
-        if t * s * (rows + columns) > (t + s) * rows * columns:
-            return None
-        kind = torch.promote_types(accumulating_dtype(self.dtype), accumulating_dtype(other.dtype))
-        out = torch.empty(self.samples, dtype=torch.float64, device=self.device)
-        for block in blocks(self.samples, 2 * self.shape[0] * t * s * kind.itemsize, self.device):
-            x, y = self.at(block, kind), other.at(block, kind)
-            left = torch.matmul(x.left, y.left.transpose(2, 3))
-            out[block] = sum_of_products(left, torch.matmul(x.right, y.right.transpose(2, 3))).double()
-        return out
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
