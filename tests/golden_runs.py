@@ -22,6 +22,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from psgrad.cli import main
+from psgrad.engine.privacy.snapshot import Snapshot
 
 EXPECTED = Path(__file__).with_suffix(".json")
 ROWS, FEATURES, CLASSES = 24, 4, 3
@@ -378,6 +379,9 @@ def summary(folder: Path) -> dict[str, Any]:
             left[name] = page(path.read_text(encoding="utf-8"))
         elif path.suffix == ".safetensors" and not name.startswith("index"):
             left[name] = {key: numbers(value) for key, value in load_file(path).items()}
+        elif path.suffix == ".pt":
+            kept = Snapshot.from_bytes(path.read_bytes()).tensors
+            left[name] = {key: numbers(value.numpy()) for key, value in sorted(kept.items())}
         elif path.name in OF_NUMBERS:
             left[name] = dict(leaves(json.loads(path.read_text(encoding="utf-8"))))
     return left

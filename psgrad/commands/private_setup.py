@@ -20,7 +20,7 @@ from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStre
 from psgrad.engine.privacy.clipping import Clipping, Group
 from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.generators import make_generator
-from psgrad.engine.privacy.preflight import NotRun, require_separate_records, stand_ins, warm_up
+from psgrad.engine.privacy.preflight import stand_ins, warm_up, why_not_checked
 from psgrad.engine.privacy.records import Records
 from psgrad.engine.privacy.refusals import require_expected_batch_size, require_small_delta
 from psgrad.engine.privacy.sampling import Sampling
@@ -172,14 +172,10 @@ def refuse(setup: PrivateSetup) -> str:
     rows = np.array([setup.records.rows_of(int(record))[0] for record in _looked_at(setup)])
     block = common.reader.take(rows)
     block = to_device(block, common.device, common.dtype)
-    setup.unchanged.require(by_bits=True)
-    try:
-        require_separate_records(common.objective, *stand_ins(block.inputs, block.target))
-        words = f"checked on {len(block)} stand-ins of the shapes of rows"
-    except NotRun as error:
-        words = f"not checked: {error.message}"
-    setup.unchanged.renew()  # what was set up on stand-ins is public
-    return words
+    why_not = why_not_checked(common.objective, setup.unchanged, block.inputs, block.target)
+    if why_not is not None:
+        return f"not checked: {why_not}"
+    return f"checked on {len(block)} stand-ins of the shapes of rows"
 
 
 def _looked_at(setup: PrivateSetup) -> np.ndarray:

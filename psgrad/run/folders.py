@@ -29,7 +29,7 @@ SHARDS = "parts"
 MEASURES = "measures"
 PUBLIC, PRIVATE = "public", "private"  # of a private run: public files, and private ones
 LEDGER = f"{PUBLIC}/ledger.jsonl"
-CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT = "checkpoint.pt"
 
 # The files of psgrad at the top of a run folder: replacing a run removes only these. Other files stay.
 OWN_ENTRIES = (

@@ -1,7 +1,7 @@
 """The folder of a private run: public files, private files, and the ledger of the spent privacy.
 
 manifest.json               public: the command, its state, the config, versions
-checkpoint.safetensors      public: where the run can go on, made of noisy sums alone
+checkpoint.pt               public: where the run can go on, made of noisy sums alone
 public/                     ledger.jsonl, the weights, the epsilon
 logs/rank-K.log             of several processes: the numbers of the steps, and nothing of the data
 private/NOT_PRIVATE_*       norms, losses, timings, the data's fingerprint: for the owner only

@@ -377,7 +377,7 @@ def check(folder: Path, told: list[Any], finished: bool) -> None:
     assert steps == list(range(1, len(steps) + 1)), "a step was paid for twice"
     assert max(told, default=0) <= len(steps) <= len(paid.steps) <= len(steps) + 1
     assert [line["ledger_sha256"] for line in entered.steps] == paid.step_digests[: len(steps)]
-    for name in ("public/step.json", "checkpoint.safetensors"):
+    for name in ("public/step.json", "checkpoint.pt"):
         if (folder / name).exists() and name.endswith("json"):
             assert json.loads((folder / name).read_bytes())["steps"] <= len(steps)
     if finished:

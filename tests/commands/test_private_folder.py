@@ -47,7 +47,7 @@ def test_dp_resume_of_an_older_ledger_is_refused(private: PrivateWorkplace) -> N
     header, *_ = path.read_bytes().splitlines(keepends=True)
     old = {key: value for key, value in json.loads(header).items() if key != "run"}
     path.write_text(json.dumps(old) + "\n")
-    (private.run_folder / "checkpoint.safetensors").unlink()
+    (private.run_folder / "checkpoint.pt").unlink()
     private.refused(2, "begun by an older psgrad", "--output", options=("--resume",))
 
 

@@ -453,7 +453,7 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 
 def checkpoint(folder: Path) -> Snapshot:
-    return Snapshot.from_bytes((folder / "checkpoint.safetensors").read_bytes())
+    return Snapshot.from_bytes((folder / "checkpoint.pt").read_bytes())
 
 
 def private_ledger(folder: Path) -> list[dict[str, Any]]:

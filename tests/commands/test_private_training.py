@@ -182,7 +182,7 @@ def test_a_resumed_optimiser_goes_on_as_one_that_never_stopped(private: PrivateW
 @pytest.mark.long
 def test_a_run_leaves_what_is_public_apart_from_what_is_not(whole: PrivateWorkplace) -> None:
     outcome = whole.succeeded("--steps", "3")
-    assert names(whole.run_folder) == {"manifest.json", "checkpoint.safetensors", "public", "private"}
+    assert names(whole.run_folder) == {"manifest.json", "checkpoint.pt", "public", "private"}
     assert names(whole.run_folder / "public") == PUBLIC
     assert names(whole.run_folder / "private") == PRIVATE
     step = whole.step()
@@ -413,12 +413,12 @@ def test_a_ledger_is_never_replaced(private: PrivateWorkplace) -> None:
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_lost_checkpoint_is_reported(private: PrivateWorkplace, folder: bool) -> None:
     private.succeeded()
-    checkpoint = private.run_folder / "checkpoint.safetensors"
+    checkpoint = private.run_folder / "checkpoint.pt"
     checkpoint.unlink()
     if folder:
         checkpoint.mkdir()
     why = "Is a directory" if folder else "No such file"
-    private.refused(3, f"checkpoint.safetensors can't be read: {why}", "has 1 steps", options=("--resume",))
+    private.refused(3, f"checkpoint.pt can't be read: {why}", "has 1 steps", options=("--resume",))
 
 
 def test_an_interrupt_waits_for_the_step_and_loses_none(
@@ -462,7 +462,7 @@ def test_an_error_in_a_step_saves_the_steps_before_it_unless_the_model_was_writt
     private.refused(3, "a record can't be read", options=("--steps", "5"))
     monkeypatch.setattr(RecordStreams, "source", plain)
     assert len(private.ledger("step")) == 2
-    found = Snapshot.from_bytes((private.run_folder / "checkpoint.safetensors").read_bytes(), "it")
+    found = Snapshot.from_bytes((private.run_folder / "checkpoint.pt").read_bytes(), "it")
     assert found.metadata["step"] == (0 if written else 2)
     assert ("lost" in private.succeeded("--steps", "1", "--resume").err) == written
 
@@ -472,7 +472,7 @@ def test_a_failed_payment_releases_nothing(
 ) -> None:
     private.succeeded()
     weights = private.weights()
-    checkpoint = (private.run_folder / "checkpoint.safetensors").read_bytes()
+    checkpoint = (private.run_folder / "checkpoint.pt").read_bytes()
 
     def full(descriptor: int, data: bytes) -> None:
         raise OSError(28, "No space left on device")
@@ -487,7 +487,7 @@ def test_a_failed_payment_releases_nothing(
 
     monkeypatch.setattr(Ledger, "append", failing)
     private.refused(3, "the disk is full or over quota", options=("--resume",))
-    assert (private.run_folder / "checkpoint.safetensors").read_bytes() == checkpoint
+    assert (private.run_folder / "checkpoint.pt").read_bytes() == checkpoint
     assert all(torch.equal(value, weights[name]) for name, value in private.weights().items())
 
 

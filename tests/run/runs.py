@@ -106,8 +106,8 @@ def check(path: Path, told: list[Any], finished: bool) -> None:
             )
         values = {(release["line"], release["value"]) for release in releases if release["value"] is not None}
         assert len({line for line, _ in values}) == len(values), "one line paid for two releases"
-        if (path / "checkpoint.safetensors").exists():
-            kept = Snapshot.from_bytes((path / "checkpoint.safetensors").read_bytes())
+        if (path / "checkpoint.pt").exists():
+            kept = Snapshot.from_bytes((path / "checkpoint.pt").read_bytes())
             position = kept.metadata["ledger_position"]
             assert content.digests[position - 1] == kept.metadata["ledger_sha256"]
     if (path / "manifest.json").exists():

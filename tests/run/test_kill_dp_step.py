@@ -85,14 +85,14 @@ def check(folder: Path, told: list[Any], finished: bool) -> None:
     paid = len(content.steps)
     assert max(told, default=0) <= paid, "the ledger lags what was told"
     assert [line["step"] for line in content.steps] == list(range(1, paid + 1))
-    if (folder / "checkpoint.safetensors").exists():
-        kept = Snapshot.from_bytes((folder / "checkpoint.safetensors").read_bytes()).metadata
+    if (folder / "checkpoint.pt").exists():
+        kept = Snapshot.from_bytes((folder / "checkpoint.pt").read_bytes()).metadata
         assert kept["step"] <= paid, "the ledger lags the checkpoint"
         assert content.digests[kept["ledger_position"] - 1] == kept["ledger_sha256"]
     if (public / "step.json").exists():
         step = json.loads((public / "step.json").read_bytes())
         assert step["steps"] <= paid, "the ledger lags the statement"
-    if (folder / "checkpoint.safetensors").exists():
+    if (folder / "checkpoint.pt").exists():
         assert kept["step"] <= step["steps"], "the statement lags the checkpoint"
     if (public / "model.safetensors").exists():
         load((public / "model.safetensors").read_bytes())

@@ -54,7 +54,7 @@ def test_private_run_public_and_private_files(tmp_path: Path) -> None:
     folder.write_manifest({**FACTS, "state": "failed", "error": "row 17 has a NaN"})
     assert names(folder.path) == {
         "manifest.json",
-        "checkpoint.safetensors",
+        "checkpoint.pt",
         "public/ledger.jsonl",
         "public/step.json",
         "public/model.safetensors",
@@ -166,7 +166,7 @@ def test_private_run_resume_refused(tmp_path: Path) -> None:
         PrivateRunFolder.open(analysis.path)
     assert (
         PrivateRunFolder.open(a_run(tmp_path / "private").path).checkpoint
-        == tmp_path / "private" / "checkpoint.safetensors"
+        == tmp_path / "private" / "checkpoint.pt"
     )
 
 
@@ -175,7 +175,7 @@ def test_private_run_removes_temporary_files(tmp_path: Path) -> None:
     kept = names(folder.path) | {".mine.1.tmp"}
     leftovers = [
         ".manifest.json.9.tmp",
-        ".checkpoint.safetensors.9.tmp",
+        ".checkpoint.pt.9.tmp",
         "public/.step.json.9.tmp",
         "private/.NOT_PRIVATE_x.json.9.tmp",
     ]

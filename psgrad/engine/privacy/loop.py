@@ -33,7 +33,7 @@ from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.loop_loader import DrawnBatch, LoopSampling, PrivateLoader, RowsWithCoins
 from psgrad.engine.privacy.loop_optimizer import PrivateOptimizer, StepLedger, account_of
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.preflight import NotRun, require_separate_records, stand_ins, warm_up
+from psgrad.engine.privacy.preflight import stand_ins, warm_up, why_not_checked
 from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.engine.privacy.sum_programs import SumPrograms
 from psgrad.engine.privacy.unchanged import Unchanged
@@ -191,15 +191,10 @@ class _Loop:
     def _check(self, inputs: tuple[Tensor, ...], target: Any) -> None:
         """Require a model that keeps records apart, by stand-ins of the shapes of a few rows."""
         self._checked = True
-        self._state.require(by_bits=True)
-        few = stand_ins([x[:_CHECKED] for x in inputs], None if target is None else target[:_CHECKED])
-        try:
-            require_separate_records(self.objective, *few)
-        except NotRun as error:
-            warnings.warn(
-                f"whether the model keeps records apart was not checked: {error.message}", stacklevel=4
-            )
-        self._state.renew()
+        few = [x[:_CHECKED] for x in inputs], None if target is None else target[:_CHECKED]
+        why_not = why_not_checked(self.objective, self._state, *few)
+        if why_not is not None:
+            warnings.warn(f"whether the model keeps records apart was not checked: {why_not}", stacklevel=4)
 
     def source(self, _: np.ndarray) -> GradientSource:
         """The clipped sum of the batch that was kept. Raises ConfigError where there is none."""

@@ -2,16 +2,15 @@
 numbers; and the tensors of a model that may be published.
 
 All of it is made of noisy sums that were paid for, so it may be published as the weights may. The file is
-safetensors, and its plain values are JSON in the header: nothing in it is executed.
+that of torch.save with the SHA-256 of its bytes behind it, and is read as data alone (weights_only).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
+import io
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 
 from psgrad.engine.execution.placement import is_quantised
 from psgrad.engine.execution.stored import as_stored
+from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import CheckpointError
 
-_KEY = "psgrad_private_training"
-_TENSORS, _STATE = "tensors/", "optimizer/"
+_DIGEST = 32  # bytes of a SHA-256
 _SHOWN = 5
 
 
@@ -53,7 +52,7 @@ class Snapshot:
         Args:
             tensors: name -> [*shape], as from `tensors_of`, or a part of it with every parameter of the
                 optimiser.
-            metadata: NaN and infinities are no JSON (ValueError from `to_bytes`).
+            metadata: plain values.
         """
         return cls(
             dict(tensors),
@@ -65,19 +64,24 @@ class Snapshot:
 
     def to_bytes(self) -> bytes:
         """The file's content. Raises CheckpointError for a state that is neither tensors nor plain values."""
-        from safetensors.torch import save
-
-        packed: dict[str, Tensor] = {_TENSORS + name: tensor for name, tensor in self.tensors.items()}
-        state = _packed(self.state, packed, "the optimiser's state")
-        packed = _apart(packed)
-        content = {
-            "optimizer": self.optimizer,
-            "trained": self.trained,
-            "state": state,
-            "metadata": self.metadata,
-        }
-        text = json.dumps(content, allow_nan=False)
-        return save(packed, {_KEY: text, "sha256": _digest(text, packed)})
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        file = io.BytesIO()
+        try:
+            torch.save(tree_map(lambda x: _own(x) if isinstance(x, Tensor) else x, content), file)
+            file.seek(0)
+            others = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        except Exception as error:  # what can't be pickled at all raises a dozen types
+            others = [str(error)]
+        if others:
+            raise CheckpointError(
+                f"the optimiser's state can't be kept without running code when it is read: {others[0]};"
+                " expected tensors, numbers, strings, and lists and dicts of them",
+                hint="use an optimiser of torch.optim with plain arguments",
+            )
+        digest = hashlib.sha256(file.getbuffer()).digest()
+        file.seek(0, io.SEEK_END)
+        file.write(digest)
+        return file.getvalue()
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str = "the checkpoint") -> Snapshot:
@@ -85,30 +89,17 @@ class Snapshot:
 
         Raises CheckpointError for a file that is damaged, cut short, or something else.
         """
-        from safetensors.torch import load
-
-        hint = "the file was cut short, or changed; put the checkpoint back that belongs to this run"
+        content, digest = memoryview(data)[:-_DIGEST], data[-_DIGEST:]
         try:
-            tensors = load(data)
-            # `load` has checked the header's length, and does not return the header's own strings
-            strings = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
-        except Exception as error:  # the library raises a dozen types for a damaged file
+            if hashlib.sha256(content).digest() != digest:
+                raise ValueError("its end is not the SHA-256 of what is before it")
+            return cls(**torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+        except Exception as error:
             why = next(iter(str(error).splitlines()), type(error).__name__)
-            raise CheckpointError(f"{name} is damaged, or no checkpoint: {why}", hint=hint) from error
-        text = strings.get(_KEY)
-        if text is None:
             raise CheckpointError(
-                f"{name} is a safetensors file, but not a checkpoint of private training",
-                hint="weights alone don't say where training stood; put this run's checkpoint back",
-            )
-        if strings.get("sha256") != _digest(text, tensors):
-            raise CheckpointError(f"{name} is damaged: its SHA-256 is not that written into it", hint=hint)
-        content = json.loads(text)
-        state = _unpacked(content["state"], tensors)
-        own = {
-            key.removeprefix(_TENSORS): tensor for key, tensor in tensors.items() if key.startswith(_TENSORS)
-        }
-        return cls(own, content["optimizer"], content["trained"], state, content["metadata"])
+                f"{name} is damaged, or no checkpoint of private training: {why}",
+                hint="the file was cut short, or changed; put the checkpoint back that belongs to this run",
+            ) from error
 
     def restore(
         self, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, name: str = "the checkpoint"
@@ -181,69 +172,12 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, contiguous, and each with a memory of its own, as safetensors requires."""
-    own: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        address = plain.untyped_storage().data_ptr()
-        own[name] = plain.clone() if address in seen else plain
-        seen.add(address)
-    return own
-
-
-def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the plain values and of every tensor's name, type, shape and bytes."""
-    digest = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {_kind(tensor)}".encode())
-        if tensor.numel():
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _packed(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """The value as JSON from which `_unpacked` makes the same value, its tensors put aside under names of
-    their own.
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, with no more memory than its own numbers: torch.save writes all of the memory
+    that a tensor is a part of.
     """
-    if isinstance(value, Tensor):
-        name = f"{_STATE}{len(tensors)}"
-        tensors[name] = value
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        return {
-            "dict": [
-                [_packed(key, tensors, where), _packed(item, tensors, f"{where}, {key!r}")]
-                for key, item in value.items()
-            ]
-        }
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [_packed(item, tensors, where) for item in value]}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise CheckpointError(
-        f"{where} is of type {type(value).__name__}, which can't be kept without running code when it is"
-        " read; expected tensors, numbers, strings, and lists and dicts of them",
-        hint="use an optimiser of torch.optim with plain arguments",
-    )
-
-
-def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {_unpacked(key, tensors): _unpacked(item, tensors) for key, item in content}
-    if kind == "float":
-        return float(content)
-    items = [_unpacked(item, tensors) for item in content]
-    return tuple(items) if kind == "tuple" else items
+    plain = tensor.detach().cpu().contiguous()
+    return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
 
 
 def published_tensors(model: nn.Module) -> dict[str, Tensor]:

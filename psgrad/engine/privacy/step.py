@@ -153,6 +153,7 @@ class PrivateTraining:
         """The optimiser's step on the noisy sums, divided by the expected batch size. They are gone from
         `noisy` then, as they take as much memory as the parameters.
         """
+        self.optimizer.zero_grad(set_to_none=True)  # a frozen parameter may have one from before
         for name, parameter in self.parameters.items():
             parameter.grad = noisy.sums.pop(name).div_(self.expected_batch_size).to(parameter.dtype)
         self.optimizer.step()

@@ -21,14 +21,12 @@ from psgrad.errors import ConfigError
 
 
 def training_of_the_head(optimizer_has_all: bool, frozen: bool) -> tuple[nn.Module, PrivateTraining]:
-    """The body has gradients of an earlier pass without noise, as after training on public data."""
+    """All have gradients of an earlier pass without noise; the optimiser would use those of frozen ones."""
     torch.manual_seed(0)
     model, rows = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), torch.randn(10, 4)
     model(rows).square().sum().backward()
     head = {name: value for name, value in model.named_parameters() if name.startswith("1.")}
     model[0].requires_grad_(not frozen)
-    if frozen:
-        model[0].zero_grad()
     return model, PrivateTraining(
         head,
         lambda drawn: batch_source(
