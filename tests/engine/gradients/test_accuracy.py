@@ -6,53 +6,86 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from psgrad.engine.execution.objective import Objective
-from psgrad.engine.gradients import per_sample_square_norms, terms
+from psgrad.engine.gradients import PerSampleGradients, per_sample_square_norms, terms
 from tests.engine.gradients.agreement import (
+    SMALLEST_SHARE,
     TOLERANCES,
-    answers,
-    assert_answers_agree,
-    deferred_gradients,
-    draw_weights_and_vector,
-    joined,
+    assert_close,
+    assert_vectors_close,
+    flat,
+    rows,
 )
-from tests.oracles import one_sample_gradients
+from tests.engine.transforms.test_architectures import Case
+from tests.oracles import Gradients
 from tests.small_models import ARCHITECTURES, Architecture
 
 # Not a multiple of any chunk size but 1, so that each also ends with a smaller chunk.
 SAMPLES = 34
 
+each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.name)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+
+
+def draw_weights_and_vector(expected: Gradients, dtype: torch.dtype) -> tuple[Tensor, Gradients]:
+    """Weights [n] in 0..1, such as clipping gives, and a random vector of the parameters' shapes."""
+    some = next(iter(expected.values()))
+    weights = torch.rand(len(some), dtype=dtype, device=some.device)
+    return weights, {name: torch.randn_like(gradient[0], dtype=dtype) for name, gradient in expected.items()}
+
+
+def assert_queries_agree(
+    grads: PerSampleGradients, expected: Gradients, weights: Tensor, vector: Gradients, tolerance: float
+) -> None:
+    """Hold every query against the materialised float64 gradients `expected`, name -> [n, *shape].
+
+    An error is relative to the quantity itself; for a dot product to the sum of the absolute products, as its
+    terms cancel.
+    """
+    every, direction = flat(expected), flat({name: value.double()[None] for name, value in vector.items()})[0]
+    whole = every.norm(dim=1)
+    assert_close("norms", grads.square_norms().sqrt(), whole, whole, tolerance)
+
+    norms = {name: rows(gradient).norm(dim=1) for name, gradient in expected.items()}
+    found = grads.square_norms(per="parameter")
+    assert found.keys() == norms.keys()
+    for name, norm in norms.items():
+        scale = torch.maximum(norm, SMALLEST_SHARE * whole)
+        assert_close(f"norm of {name}", found[name].sqrt(), norm, scale, tolerance)
+
+    assert_close("dot", grads.dot(vector), every @ direction, every.abs() @ direction.abs(), tolerance)
+    assert_vectors_close("materialised", grads.materialise(), expected, whole, tolerance)
+
+    sums = {
+        name: torch.einsum("n,n...->...", weights.double(), gradient)[None]
+        for name, gradient in expected.items()
+    }
+    summed = {name: value[None] for name, value in grads.weighted_sum(weights).items()}
+    assert_vectors_close("weighted sum", summed, sums, flat(sums).norm(dim=1), tolerance)
+
 
 @pytest.mark.long
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@each_architecture
+@each_dtype
 def test_queries_equal_the_loop(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
-    model = architecture.build(dtype=dtype).to(device)
-    inputs, target = architecture.batch(SAMPLES, dtype=dtype)
-    inputs, target = tuple(value.to(device) for value in inputs), target.to(device)
-
-    # The loop runs in float64 on the same weights and inputs, so that all of the error is the engine's own.
-    exact_inputs = tuple(value.double() if value.is_floating_point() else value for value in inputs)
-    expected = one_sample_gradients(copy.deepcopy(model).double(), architecture.loss, exact_inputs, target)
+    case = Case.of(architecture, SAMPLES, dtype, device)
+    expected = case.exact().by_loop()
     weights, vector = draw_weights_and_vector(expected, dtype)
-
     for chunk_size in (1, 3, 32, SAMPLES):
-        chunks = []
         for start in range(0, SAMPLES, chunk_size):
-            rows = slice(start, start + chunk_size)
-            grads = deferred_gradients(
-                model, architecture.loss, tuple(value[rows] for value in inputs), target[rows]
-            )
-            chunks.append(answers(grads, weights[rows], vector))
-        assert_answers_agree(joined(chunks), expected, weights, vector, TOLERANCES[dtype])
+            part = slice(start, start + chunk_size)
+            chunk = replace(case, inputs=tuple(x[part] for x in case.inputs), target=case.target[part])
+            own = {name: gradient[part] for name, gradient in expected.items()}
+            assert_queries_agree(chunk.deferred(), own, weights[part], vector, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@each_architecture
+@each_dtype
 @pytest.mark.parametrize("block_bytes", [1, 30_000])
 def test_queries_in_blocks_of_samples(
     architecture: Architecture,
@@ -63,29 +96,23 @@ def test_queries_in_blocks_of_samples(
 ) -> None:
     """Blocks of one sample, and blocks of a few: the test models are too small to need any by themselves."""
     monkeypatch.setitem(terms.BLOCK_BYTES, device.type, block_bytes)
-    model = architecture.build(dtype=dtype).to(device)
-    inputs, target = architecture.batch(7, dtype=dtype)
-    inputs, target = tuple(value.to(device) for value in inputs), target.to(device)
-    exact_inputs = tuple(value.double() if value.is_floating_point() else value for value in inputs)
-    expected = one_sample_gradients(copy.deepcopy(model).double(), architecture.loss, exact_inputs, target)
+    case = Case.of(architecture, 7, dtype, device)
+    expected = case.exact().by_loop()
     weights, vector = draw_weights_and_vector(expected, dtype)
-    grads = deferred_gradients(model, architecture.loss, inputs, target)
-    assert_answers_agree(answers(grads, weights, vector), expected, weights, vector, TOLERANCES[dtype])
+    assert_queries_agree(case.deferred(), expected, weights, vector, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
-def test_per_sample_square_norms_equal_those_of_gradients(
+@each_architecture
+def test_per_sample_square_norms_and_losses_equal_those_of_gradients(
     architecture: Architecture, device: torch.device
 ) -> None:
     """per_sample_square_norms contracts each gradient in the backward pass: each must be complete by then,
     shared weights too.
     """
-    model = architecture.build(dtype=torch.float64).to(device)
-    inputs, target = architecture.batch(5, dtype=torch.float64)
-    inputs, target = tuple(value.to(device) for value in inputs), target.to(device)
-    objective = Objective(model, architecture.loss)
-    alone = per_sample_square_norms(objective.loss, objective.params, inputs, target, has_aux=True)
-    grads = deferred_gradients(model, architecture.loss, inputs, target)
+    case = Case.of(architecture, 5, torch.float64, device)
+    objective = case.objective
+    alone = per_sample_square_norms(objective.loss, objective.params, case.inputs, case.target, has_aux=True)
+    grads = case.deferred()
     torch.testing.assert_close(
         alone.square_norms("parameter"), grads.square_norms("parameter"), rtol=1e-12, atol=0
     )
@@ -93,31 +120,18 @@ def test_per_sample_square_norms_equal_those_of_gradients(
     torch.testing.assert_close(alone.square_norms(), grads.square_norms(), rtol=1e-12, atol=0)
     torch.testing.assert_close(alone.losses, grads.losses, rtol=0, atol=0)
     assert alone.describe() == grads.describe()
+    outputs = zip(case.model(*case.inputs), case.target, strict=True)
+    losses = torch.stack([architecture.loss(output, wanted) for output, wanted in outputs])
+    torch.testing.assert_close(grads.losses, losses.detach(), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+@each_architecture
 def test_per_sample_gradients_leave_the_model(architecture: Architecture, device: torch.device) -> None:
-    model = architecture.build().to(device)
-    before = copy.deepcopy(model.state_dict())
-    inputs, target = architecture.batch(2)
-    deferred_gradients(
-        model, architecture.loss, tuple(value.to(device) for value in inputs), target.to(device)
-    ).materialise()
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
-def test_per_sample_losses(architecture: Architecture, device: torch.device) -> None:
-    model = architecture.build(dtype=torch.float64).to(device)
-    inputs, target = architecture.batch(5, dtype=torch.float64)
-    inputs, target = tuple(value.to(device) for value in inputs), target.to(device)
-    outputs = model(*inputs)
-    expected = torch.stack(
-        [architecture.loss(output, wanted) for output, wanted in zip(outputs, target, strict=True)]
-    )
-    grads = deferred_gradients(model, architecture.loss, inputs, target)
-    torch.testing.assert_close(grads.losses, expected.detach(), rtol=1e-10, atol=0)
+    case = Case.of(architecture, 2, torch.float32, device)
+    before = copy.deepcopy(case.model.state_dict())
+    case.deferred().materialise()
+    torch.testing.assert_close(case.model.state_dict(), before, rtol=0, atol=0)
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in case.model.parameters())
 
 
 @pytest.mark.parametrize("positions", [(), (5,)], ids=["vectors", "sequences"])

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.layout import AxisLayout
+from psgrad.engine.gradients.deferral import Placed
 from psgrad.engine.gradients.terms import Dense, Image, Lookup, Product, Term
+from tests.engine.gradients.test_terms import gradients_of
 
 N, POSITIONS, ROWS, COLUMNS = 3, 4, 5, 6
 SHAPE = torch.Size((ROWS, COLUMNS))
@@ -45,16 +44,6 @@ def cancelling(pair: str, left: Tensor, right: Tensor, rest: Tensor) -> list[Ter
     return [first, Dense(-first.materialise().reshape(N, *SHAPE) * (1 + rest.reshape(N, 1, 1)))]
 
 
-def gradients_of(terms: list[Term]) -> PerSampleGradients:
-    placed = []
-    for term in terms:
-        layout = AxisLayout.identity(torch.Size(term.shape)).reshape(SHAPE)
-        assert layout is not None
-        placed.append(Placed(term, layout))
-    gradient = DeferredGradient(tuple(placed), SHAPE, terms[0].dtype, torch.device("cpu"))
-    return PerSampleGradients.of({"w": gradient}, torch.zeros(N), None)
-
-
 def extended(x: Tensor) -> np.ndarray:
     return x.double().numpy().astype(np.longdouble)
 
@@ -76,7 +65,7 @@ def test_queries_of_cancelling_terms_at_any_magnitude(pair: str, dtype: torch.dt
     right = (draw(N, 1, POSITIONS, COLUMNS) * 10 ** (power * (1 - share))).to(dtype)
     rest = (draw(N) * (0.0, 1e-3)[seed // 2 % 2]).to(dtype)
     terms = cancelling(pair, left, right, rest)
-    grads, vector, weights = gradients_of(terms), draw(*SHAPE), torch.tensor([0.5, 2.0, 1.0])
+    grads, vector, weights = gradients_of(*terms, shape=SHAPE), draw(*SHAPE), torch.tensor([0.5, 2.0, 1.0])
     parts = [extended(term.at(slice(None), torch.float64).materialise().reshape(N, -1)) for term in terms]
     value, size = sum(parts), sum(np.abs(part) for part in parts)
     size = size + extended((left.abs().double().transpose(2, 3) @ right.abs().double()).reshape(N, -1))
@@ -85,9 +74,9 @@ def test_queries_of_cancelling_terms_at_any_magnitude(pair: str, dtype: torch.dt
         "norms": (grads.square_norms(), (value**2).sum(1), (size**2).sum(1)),
         "gram": (grads.gram(), value @ value.T, size @ size.T),
         "inner": (grads.inner(grads), value @ value.T, size @ size.T),
-        "dot": (grads.dot({"w": vector.to(dtype)}), value @ v, size @ np.abs(v)),
-        "sum": (grads.weighted_sum(weights.to(dtype))["w"].flatten(), w @ value, w @ size),
-        "moment": (grads.second_moment()["w"].flatten(), (value**2).mean(0), (size**2).mean(0)),
+        "dot": (grads.dot({"p": vector.to(dtype)}), value @ v, size @ np.abs(v)),
+        "sum": (grads.weighted_sum(weights.to(dtype))["p"].flatten(), w @ value, w @ size),
+        "moment": (grads.second_moment()["p"].flatten(), (value**2).mean(0), (size**2).mean(0)),
     }
     info = torch.finfo(dtype)
     for query, (found, exact, largest) in wanted.items():
@@ -106,6 +95,5 @@ def test_square_norms_of_terms_whose_own_overflow_together() -> None:
     right = torch.nn.functional.one_hot(torch.zeros(N, 1, 1, dtype=torch.int64), COLUMNS).double()
     product = Product(left, right)
     terms: list[Term] = [product, Dense(-0.72 * product.materialise().reshape(N, *SHAPE))]
-    torch.testing.assert_close(
-        gradients_of(terms).square_norms(), torch.full((N,), 0.28**2, dtype=torch.float64) * 1.2e308
-    )
+    found = gradients_of(*terms, shape=SHAPE).square_norms()
+    torch.testing.assert_close(found, torch.full((N,), 0.28**2, dtype=torch.float64) * 1.2e308)

@@ -5,7 +5,7 @@ memory, and what it saves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -26,42 +26,13 @@ from psgrad.engine.gradients.inner import regions as tiles
 from psgrad.engine.gradients.inner.inner_products import GRAM, VALUES
 from psgrad.engine.gradients.inner.materialised import LONGEST_SUM
 from psgrad.engine.gradients.inner.regions import regions
-from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.machine import machine as machine_of
 from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Lookup, Product, Term
 from psgrad.engine.transforms.rules.convolution_weights import Geometry
-from tests.engine.gradients.test_terms import largest_of
+from tests.engine.gradients.test_terms import SHAPES, exact, gradients_of, kinds, largest_of
 
 few = st.integers(1, 4)
 Gradient = tuple[Term, ...]
-
-
-def gradient_of(gradient: Gradient, shape: tuple[int, ...], order: Sequence[int] = ()) -> DeferredGradient:
-    """The sum of some terms, each with the parameter's elements in its own shape; with `order` all of them
-    with its axes permuted.
-    """
-    placed = []
-    for term in gradient:
-        layout = AxisLayout.identity(term.shape).reshape(shape)
-        assert layout is not None
-        turned = layout.permute(order) if order else layout
-        assert turned is not None
-        placed.append(Placed(term, turned))
-    first = gradient[0]
-    return DeferredGradient(
-        tuple(placed), torch.Size([shape[i] for i in order] if order else shape), first.dtype, first.device
-    )
-
-
-def gradients_of(gradient: Gradient, shape: tuple[int, ...], order: Sequence[int] = ()) -> PerSampleGradients:
-    return PerSampleGradients.of({"p": gradient_of(gradient, shape, order)}, torch.zeros(gradient[0].samples))
-
-
-def exact(gradient: Gradient) -> Tensor:
-    """[n, elements] float64"""
-    total = sum(term.at(slice(None), torch.float64).materialise().flatten(1) for term in gradient)
-    assert isinstance(total, Tensor)
-    return total
 
 
 def error(found: Tensor, one: Gradient, other: Gradient) -> float:
@@ -122,13 +93,13 @@ def tied_pairs(draw: st.DrawFn) -> tuple[list[Gradient], tuple[int, ...]]:
     """Tables and products over the same elements: every two kinds meet."""
     count, b = draw(few), draw(few)
     sides: list[Gradient] = []
-    for kinds in (draw(st.sampled_from(["r", "p", "rp", "pr"])), "rp"):
+    for letters in (draw(st.sampled_from(["r", "p", "rp", "pr"])), "rp"):
         n, t = draw(st.integers(1, 9)), draw(st.integers(1, 5))
         table, matrix = (
             Lookup(torch.randint(count, (n, t)), randn(n, t, b), count),
             Product(randn(n, 1, t, count), randn(n, 1, t, b)),
         )
-        sides.append(tuple({"r": table, "p": matrix}[kind] for kind in kinds))
+        sides.append(tuple({"r": table, "p": matrix}[kind] for kind in letters))
     return sides, (count, b)
 
 
@@ -149,7 +120,7 @@ def test_inner_products_every_order_equals_materialised(
 ) -> None:
     (one, other), shape = drawn
     order = tuple(reversed(range(len(shape)))) if permuted else ()
-    x, y = gradients_of(one, shape, order), gradients_of(other, shape, order)
+    x, y = (gradients_of(*each, shape=shape, order=order) for each in (one, other))
     with in_way(way, block, side):
         assert error(x.inner(y), one, other) <= 1e-12
         assert error(y.inner(x), other, one) <= 1e-12
@@ -188,7 +159,7 @@ def test_inner_products_pieces_of_a_large_parameter(side: int) -> None:
     ]
     for left, right in pairs:
         one, other = (kinds[left](5),), (kinds[right](4),)
-        x, y = gradients_of(one, (count, columns)), gradients_of(other, (count, columns))
+        x, y = (gradients_of(*each, shape=(count, columns)) for each in (one, other))
         with in_way(VALUES, side_bytes=side):
             assert error(x.inner(y), one, other) <= 1e-12, (left, right)
             assert error(x.gram(), one, one) <= 1e-12, (left, right)
@@ -218,27 +189,10 @@ def test_inner_products_disjoint_windows() -> None:
 # -- The limits of floating point ----------------------------------------------------------------------------
 
 
-def kinds(scale: float, n: int) -> dict[str, tuple[Gradient, tuple[int, ...]]]:
-    """Terms of every kind with numbers around `scale`, and the parameter's shape."""
-    g, x = scale * torch.randn(n, 2, 5, 4), torch.randn(n, 2, 5, 6)
-    geometry = Geometry((1,), (1,), (1,), False, (0,), 1)
-    index = torch.randint(4, (n, 5))
-    convolution = Convolution(
-        g[:, :1].transpose(2, 3), x[:, :1, :, :5].transpose(2, 3), torch.Size([4, 5, 3]), geometry
-    )
-    return {
-        "dense": ((Dense(g),), (2, 5, 4)),
-        "outer product": ((Product(g[:, :1, :1], x[:, :1, :1]),), (4, 6)),
-        "outer products": ((Product(g[:, :, :1], x[:, :, :1]),), (2, 4, 6)),
-        "product": ((Product(g, x),), (2, 4, 6)),
-        "table": ((Lookup(index, g[:, 0], 4),), (4, 4)),
-        "experts": ((GroupedProduct(index, g[:, 0], x[:, 0], 4),), (4, 4, 6)),
-        "convolution": ((convolution,), (4, 5, 3)),
-        "tied": ((Lookup(index, g[:, 0], 6), Product(x[:, :1], g[:, :1])), (6, 4)),
-        "unlike": ((Dense(scale * torch.randn(n, 4, 6)), Product(g[:, :1], x[:, :1])), (4, 6)),
-    }
-
-
+KINDS = (
+    *("dense", "outer product", "outer products", "materialise", "rows", "grouped", "convolution"),
+    *("tied", "unlike"),
+)
 WAYS = [GRAM, VALUES]
 
 
@@ -248,17 +202,18 @@ def ways_of(gradient: Gradient) -> list[str]:
     return WAYS
 
 
-@pytest.mark.parametrize("kind", kinds(1.0, 1))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("scale", "other_scale"),
     [(1e-38, 1.0), (1e-38, 1e-38), (1e-25, 1e-21), (1e-16, 1e25), (1e35, 1e35), (1.0, 1.0)],
 )
 def test_inner_products_beyond_float32_range(kind: str, scale: float, other_scale: float) -> None:
-    (one, shape), (other, _) = kinds(scale, 4)[kind], kinds(other_scale, 5)[kind]
+    one, other = kinds(scale, 4)[kind], kinds(other_scale, 5)[kind]
+    x, y = (gradients_of(*each, shape=SHAPES.get(kind)) for each in (one, other))
     for way in ways_of(one):
         with in_way(way):
-            assert error(gradients_of(one, shape).inner(gradients_of(other, shape)), one, other) <= 1e-5, way
-            assert error(gradients_of(one, shape).gram(), one, one) <= 1e-5, way
+            assert error(x.inner(y), one, other) <= 1e-5, way
+            assert error(x.gram(), one, one) <= 1e-5, way
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -268,30 +223,27 @@ def test_inner_products_cancelling_uses_of_a_tied_table(way: str, rest: float) -
     one_hot = torch.nn.functional.one_hot(index, 4).float()
     back = Product(-(one_hot + rest * torch.randn(3, 2, 4)).unsqueeze(1), result.unsqueeze(1))
     one, other = (Lookup(index, result, 4), back), (Lookup(index, torch.randn(3, 2, 6), 4),)
-    x, y = gradients_of(one, (4, 6)), gradients_of(other, (4, 6))
+    x, y = gradients_of(*one, shape=(4, 6)), gradients_of(*other)
     with in_way(way):
         assert error(x.inner(y), one, other) <= 1e-5
         assert error(y.inner(x), other, one) <= 1e-5
         assert error(x.gram(), one, one) <= 1e-5
 
 
-@pytest.mark.parametrize("kind", kinds(1.0, 1))
+@pytest.mark.parametrize("kind", KINDS)
 def test_inner_products_nonfinite_samples(kind: str) -> None:
     torch.manual_seed(1)
-    gradient, shape = kinds(1.0, 5)[kind]
+    gradient = kinds(1.0, 5)[kind]
     torch.manual_seed(1)
-    broken, _ = kinds(1.0, 5)[kind]
+    broken = kinds(1.0, 5)[kind]
     for term in broken:
         factor = next(f for f in term.factors if f.is_floating_point())
         ones = factor.dim() - 1
         factor[1, *[0] * ones], factor[3, *[-1] * ones] = math.nan, math.inf
+    spoilt, right = (gradients_of(*each, shape=SHAPES.get(kind)) for each in (broken, gradient))
     for way in ways_of(gradient):
         with in_way(way):
-            result, sound = (
-                gradients_of(broken, shape).inner(gradients_of(gradient, shape)),
-                gradients_of(gradient, shape).gram(),
-            )
-            gram = gradients_of(broken, shape).gram()
+            result, sound, gram = spoilt.inner(right), right.gram(), spoilt.gram()
         whole = [0, 2, 4]
         assert not torch.isfinite(result[[1, 3]]).any()
         assert not torch.isfinite(gram[[1, 3]]).any()
@@ -300,13 +252,12 @@ def test_inner_products_nonfinite_samples(kind: str) -> None:
         torch.testing.assert_close(gram[whole][:, whole], sound[whole][:, whole], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", kinds(1.0, 1))
+@pytest.mark.parametrize("kind", KINDS)
 def test_inner_products_half_precision(kind: str) -> None:
-    gradient, shape = kinds(1.0, 6)[kind]
-    halves = tuple(term.at(slice(None), torch.bfloat16) for term in gradient)
+    halves = tuple(term.at(slice(None), torch.bfloat16) for term in kinds(1.0, 6)[kind])
     for way in ways_of(halves):
         with in_way(way):
-            assert error(gradients_of(halves, shape).gram(), halves, halves) <= 1e-5
+            assert error(gradients_of(*halves, shape=SHAPES.get(kind)).gram(), halves, halves) <= 1e-5
 
 
 def test_inner_products_long_sums() -> None:
@@ -314,11 +265,11 @@ def test_inner_products_long_sums() -> None:
     positions.
     """
     value = (Dense(torch.rand(2, 1_000_000)),)
-    assert error(gradients_of(value, (1_000_000,)).gram(), value, value) <= 1e-6
+    assert error(gradients_of(*value).gram(), value, value) <= 1e-6
     positions = (Product(torch.rand(2, 1, 3000, 2), torch.rand(2, 1, 3000, 3)),)
     for way in (GRAM, VALUES):
         with in_way(way):
-            assert error(gradients_of(positions, (2, 3)).gram(), positions, positions) <= 1e-6
+            assert error(gradients_of(*positions).gram(), positions, positions) <= 1e-6
 
 
 # -- Bounded memory, and less work ---------------------------------------------------------------------------
@@ -338,7 +289,7 @@ def test_inner_products_never_materialise_all_samples(
     make: Callable[[int], Term], shape: tuple[int, ...]
 ) -> None:
     n, m = 60, 80
-    x, y = gradients_of((make(n),), shape), gradients_of((make(m),), shape)
+    x, y = gradients_of(make(n), shape=shape), gradients_of(make(m), shape=shape)
     kept = max(
         factor.numel()
         for factor in (
@@ -360,9 +311,7 @@ def operations(query: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("positions", [1, 30])
 def test_inner_products_gram_matrix_is_half_the_work(positions: int) -> None:
-    grads = gradients_of(
-        (Product(torch.randn(200, 1, positions, 30), torch.randn(200, 1, positions, 40)),), (30, 40)
-    )
+    grads = gradients_of(Product(torch.randn(200, 1, positions, 30), torch.randn(200, 1, positions, 40)))
     for way in (GRAM, VALUES):
         with in_way(way):
             # materialised: both sides' gradients once, too, against one side's

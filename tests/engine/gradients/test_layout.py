@@ -31,27 +31,6 @@ def numbered(shape: list[int] | tuple[int, ...], lead: tuple[int, ...] = ()) -> 
 
 
 @given(shape=shapes, data=st.data())
-def test_layout_reshape_and_permute_as_torch(shape: list[int], data: st.DataObject) -> None:
-    layout, value = AxisLayout.identity(shape), numbered(shape)
-    plain = value
-    for _ in range(data.draw(st.integers(0, 4))):
-        if data.draw(st.booleans()):
-            dims = data.draw(st.permutations(range(plain.dim())))
-            result, plain = layout.permute(dims), plain.permute(dims)
-            assert result is not None  # axes can always be put in another order
-        else:
-            wanted = data.draw(other_shapes(plain.numel()))
-            result = layout.reshape(wanted)
-            if result is None:
-                continue
-            plain = plain.reshape(wanted)
-        layout = result
-        assert layout.shape == tuple(plain.shape)
-        assert torch.equal(layout.apply(value), plain)
-        assert torch.equal(layout.invert(plain, shape), value)
-
-
-@given(shape=shapes, data=st.data())
 def test_layout_reshape_refused_where_axes_overlap(shape: list[int], data: st.DataObject) -> None:
     value = numbered(shape)
     wanted = data.draw(other_shapes(value.numel()))
@@ -95,9 +74,6 @@ def test_layout_is_identity() -> None:
     assert back.is_identity
 
 
-# -- Windows -------------------------------------------------------------------------------------------------
-
-
 def test_layout_window_is_not_identity() -> None:
     part = AxisLayout.identity((2, 3)).embed(0, 1, 4)
     assert not part.is_identity
@@ -106,8 +82,8 @@ def test_layout_window_is_not_identity() -> None:
     assert AxisLayout.identity((2, 3)).embed(1, 0, 3) == AxisLayout.identity((2, 3))
 
 
-@given(shape=st.lists(st.integers(1, 3), min_size=1, max_size=3), data=st.data())
-def test_layout_windows_as_torch(shape: list[int], data: st.DataObject) -> None:
+@given(shape=shapes, data=st.data())
+def test_layout_reshape_permute_and_windows_as_torch(shape: list[int], data: st.DataObject) -> None:
     layout, value = AxisLayout.identity(shape), numbered(shape) + 1
     plain = value
     for _ in range(data.draw(st.integers(1, 5))):
@@ -115,7 +91,8 @@ def test_layout_windows_as_torch(shape: list[int], data: st.DataObject) -> None:
         if kind == "permute":
             dims = data.draw(st.permutations(range(plain.dim())))
             result, plain = layout.permute(dims), plain.permute(dims)
-        elif kind == "embed" and plain.numel() < 200:
+            assert result is not None  # axes can always be put in another order
+        elif kind == "embed" and plain.dim() and plain.numel() < 200:
             dim = data.draw(st.integers(0, plain.dim() - 1))
             start, more = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
             stop = start + plain.shape[dim]

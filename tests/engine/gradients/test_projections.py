@@ -39,7 +39,7 @@ from psgrad.engine.gradients.terms import (
 from psgrad.errors import TransformArgumentError
 from tests.engine.gradients.agreement import deferred_gradients
 from tests.engine.gradients.matrices import matrix, projected
-from tests.engine.gradients.test_terms import convolution, dense, product, rows
+from tests.engine.gradients.test_terms import EVERY_KIND
 from tests.oracles import one_sample_gradients
 
 PROJECTIONS = [
@@ -131,32 +131,9 @@ def test_projection_equals_materialised_matrix(projection: Projection, device: t
         )
 
 
-@st.composite
-def masked(draw: st.DrawFn) -> tuple[Term, Tensor]:
-    term, value = draw(st.one_of(product(), rows()))
-    shared = torch.randn(value.shape[1:], dtype=torch.float64)
-    return Image((Placed.plain(term),), (shared,), torch.mul, term.shape), value * shared
-
-
-@st.composite
-def multiples(draw: st.DrawFn) -> tuple[Term, Tensor]:
-    shape = draw(st.lists(st.integers(1, 4), max_size=3))
-    kept = [size if draw(st.booleans()) else 1 for size in shape]
-    coefficients, shared = (
-        torch.randn(draw(st.integers(0, 4)), *kept, dtype=torch.float64),
-        torch.randn(shape, dtype=torch.float64),
-    )
-    return Image(
-        (Placed.plain(Dense(coefficients)),), (shared,), torch.mul, tuple(shared.shape)
-    ), coefficients * shared
-
-
-TERMS = st.one_of(dense(), product(), rows(), convolution(), masked(), multiples())
-
-
 @pytest.mark.usefixtures("_blocks")
 @settings(max_examples=100)
-@given(pair=TERMS, projection=st.sampled_from(PROJECTIONS), data=st.data())
+@given(pair=EVERY_KIND, projection=st.sampled_from(PROJECTIONS), data=st.data())
 def test_projection_every_term_and_layout(
     pair: tuple[Term, Tensor], projection: Projection, data: st.DataObject
 ) -> None:
@@ -343,12 +320,6 @@ def test_projection_draws_used_rows_of_table_only() -> None:
 def test_projection_descriptions_are_plain_and_differ() -> None:
     every = [*PROJECTIONS, Sparse(12, seed=1), Sparse(13)]
     assert len({json.dumps(projection.describe(), sort_keys=True) for projection in every}) == len(every)
-
-
-def test_projection_two_sided_short_vector_is_exact() -> None:
-    vectors = torch.randn(5, 12, dtype=torch.float64)
-    result = gradients_of([Placed.plain(Dense(vectors))], 5).project(TwoSided(3, 4))
-    torch.testing.assert_close(result @ result.t(), vectors @ vectors.t())
 
 
 def test_projection_columns_of_parameters() -> None:

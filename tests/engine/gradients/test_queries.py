@@ -32,7 +32,6 @@ from tests.engine.gradients.agreement import (
     flat,
     rows,
 )
-from tests.engine.gradients.test_layers import CONVOLUTIONS, convolutions
 from tests.oracles import Gradients, one_sample_gradients
 from tests.small_models import Program
 
@@ -67,6 +66,48 @@ def linear(draw: st.DrawFn) -> Drawn:
 def many_positions(draw: st.DrawFn) -> Drawn:
     positions, i, o = draw(st.integers(8, 40)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     return Drawn(nn.Sequential(nn.Linear(i, o), nn.Tanh()), lambda n: randn(n, positions, i))
+
+
+CONVOLUTIONS = {
+    (1, False): nn.Conv1d,
+    (2, False): nn.Conv2d,
+    (3, False): nn.Conv3d,
+    (1, True): nn.ConvTranspose1d,
+    (2, True): nn.ConvTranspose2d,
+    (3, True): nn.ConvTranspose3d,
+}
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[int, bool, dict[str, Any], list[int]]:
+    """Dimensions, transposed or not, the layer's arguments, and the input's shape without the batch axis."""
+    dimensions, transposed, groups = draw(st.integers(1, 3)), draw(st.booleans()), draw(st.integers(1, 3))
+
+    def per_axis(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(low, high)) for _ in range(dimensions))
+
+    kernel, stride, padding, dilation = per_axis(1, 3), per_axis(1, 3), per_axis(0, 2), per_axis(1, 2)
+    arguments: dict[str, Any] = {
+        "in_channels": groups * draw(st.integers(1, 2)),
+        "out_channels": groups * draw(st.integers(1, 3)),
+        "kernel_size": kernel,
+        "stride": stride,
+        "padding": padding,
+        "dilation": dilation,
+        "groups": groups,
+        "bias": draw(st.booleans()),
+    }
+    reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    if transposed:
+        arguments["output_padding"] = tuple(
+            draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)
+        )
+        # The output, (size - 1) * stride - 2 * padding + reach + 1, must not be empty.
+        smallest = [max(1, -(-(2 * p - r) // s) + 1) for p, r, s in zip(padding, reach, stride, strict=True)]
+    else:
+        smallest = [max(1, r + 1 - 2 * p) for p, r in zip(padding, reach, strict=True)]
+    sizes = [size + draw(st.integers(0, 3)) for size in smallest]
+    return dimensions, transposed, arguments, [arguments["in_channels"], *sizes]
 
 
 @st.composite
@@ -348,6 +389,47 @@ def test_queries_equal_those_of_materialised_gradients(
     assert_every_query(grads, exact, others, exact_others, TOLERANCES[torch.float64])
     (grads, exact), (others, exact_others) = rounded(grads), rounded(others)
     assert_every_query(grads, exact, others, exact_others, TOLERANCES[torch.float32])
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "convolution, padding same, odd": (lambda: nn.Conv2d(2, 3, 3, padding="same"), (2, 5, 6)),
+    "convolution, padding same, even": (lambda: nn.Conv2d(2, 3, 4, padding="same"), (2, 5, 6)),
+    "convolution used twice": (lambda: twice(nn.Conv2d(2, 2, kernel_size=3, padding=1)), (2, 5, 4)),
+    "layer norm": (lambda: nn.LayerNorm(3), (3,)),
+    "layer norm of two axes": (lambda: nn.LayerNorm((3, 4)), (2, 3, 3, 4)),
+    "layer norm without bias": (lambda: nn.LayerNorm(4, bias=False), (2, 4)),
+    "layer norm used twice": (lambda: twice(nn.LayerNorm(4)), (5, 4)),
+    "group norm": (lambda: nn.GroupNorm(1, 2), (2, 4)),
+    "group norm of images": (lambda: nn.GroupNorm(3, 6), (6, 2, 3)),
+    "group norm of volumes": (lambda: nn.GroupNorm(2, 2), (2, 2, 4, 3)),
+    "batch norm": (lambda: nn.BatchNorm1d(4), (4,)),
+    "batch norm of sequences": (lambda: nn.BatchNorm1d(2), (2, 3)),
+    "batch norm of images": (lambda: nn.BatchNorm2d(3), (3, 2, 1)),
+    "batch norm of volumes": (lambda: nn.BatchNorm3d(1), (1, 4, 2, 3)),
+}
+
+
+def twice(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_queries_equal_the_loop(name: str, device: torch.device) -> None:
+    make, shape = LAYERS[name]
+    layer = make().eval()
+    for value in layer.state_dict().values():  # fresh norms are all ones and zeros
+        if value.is_floating_point() and "norm" in name:
+            value.uniform_(0.5, 2)
+    (grads, exact), others = (taken(Drawn(layer, lambda n: randn(n, *shape)), n, device) for n in (3, 1))
+    assert_every_query(grads, exact, *others, TOLERANCES[torch.float64])
+
+
+def test_frozen_parameters_have_no_gradient(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+    model[0].requires_grad_(False)
+    grads = deferred_gradients(model, loss, (torch.randn(5, 3, device=device),), torch.ones(5, device=device))
+    assert set(grads.materialise()) == {"2.weight", "2.bias"}
+    assert set(grads.square_norms(per="parameter")) == {"2.weight", "2.bias"}
 
 
 class BranchesTwice(nn.Module):

@@ -5,7 +5,7 @@ in bounded memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -216,42 +216,37 @@ def test_norm_order_by_number_of_positions(dtype: torch.dtype) -> None:
 # -- The limits of floating point ----------------------------------------------------------------------------
 
 
-def gradients_of(*terms: Term, shape: tuple[int, ...] | None = None) -> PerSampleGradients:
-    """The gradients of one parameter, the sum of these terms."""
+def gradients_of(
+    *terms: Term, shape: tuple[int, ...] | None = None, order: Sequence[int] = ()
+) -> PerSampleGradients:
+    """The gradients of one parameter, the sum of these terms, each with the parameter's elements in its own
+    shape; with `order` all of them with its axes permuted.
+    """
     wanted = shape or terms[0].shape
     placed = []
     for term in terms:
         layout = AxisLayout.identity(term.shape).reshape(wanted)
         assert layout is not None
-        placed.append(Placed(term, layout))
-    first = terms[0]
-    return PerSampleGradients.of(
-        {"p": DeferredGradient(tuple(placed), torch.Size(wanted), first.dtype, first.device)},
-        torch.zeros(first.samples),
-    )
+        turned = layout.permute(order) if order else layout
+        assert turned is not None
+        placed.append(Placed(term, turned))
+    first, sizes = terms[0], torch.Size([wanted[i] for i in order] if order else wanted)
+    gradient = DeferredGradient(tuple(placed), sizes, first.dtype, first.device)
+    return PerSampleGradients.of({"p": gradient}, torch.zeros(first.samples))
 
 
-def exact_norms(*terms: Term, shape: tuple[int, ...] | None = None) -> Tensor:
-    """In float64, from values that are materialised."""
-    wanted = shape or terms[0].shape
-    total = sum(
-        term.at(slice(None), torch.float64).materialise().reshape(term.samples, *wanted) for term in terms
-    )
+def exact(terms: Sequence[Term]) -> Tensor:
+    """[n, elements] float64, from values that are materialised."""
+    total = sum(term.at(slice(None), torch.float64).materialise().flatten(1) for term in terms)
     assert isinstance(total, Tensor)
-    return total.flatten(1).norm(dim=1)
+    return total
 
 
 def assert_norms(*terms: Term, shape: tuple[int, ...] | None = None, error: float = 1e-5) -> None:
     result = gradients_of(*terms, shape=shape).square_norms().sqrt()
-    expected = exact_norms(*terms, shape=shape)
+    expected = exact(terms).norm(dim=1)
     assert torch.isfinite(result).all()
     assert ((result - expected).abs() / expected).max().item() <= error
-
-
-def cancelling(positions: int, rest: float) -> tuple[Tensor, Tensor]:
-    """Factors [5, 1, t, 30] and [5, 1, t, 40] whose positions cancel in pairs, but for a share of `rest`."""
-    left, right = torch.randn(5, 1, positions, 30), torch.randn(5, 1, positions, 40)
-    return torch.cat([left, -left], 2), torch.cat([right, right + rest * torch.randn_like(right)], 2)
 
 
 # What is left of numbers that cancel to a ten-thousandth has the rounding of the numbers in it, in any order
@@ -282,11 +277,11 @@ def test_term_norms_cancelling_uses_of_a_tied_table(rest: float) -> None:
     assert_norms(Dense(result.flatten(1)), Dense(-result.flatten(1) * (1 + rest)))
 
 
-def kinds(scale: float) -> dict[str, tuple[Term, ...]]:
-    """Terms of every kind, their values around `scale`."""
-    g, x = scale * torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 6)
+def kinds(scale: float, n: int = 3) -> dict[str, tuple[Term, ...]]:
+    """Terms of every kind of n samples, their values around `scale`."""
+    g, x = scale * torch.randn(n, 2, 5, 4), torch.randn(n, 2, 5, 6)
     geometry = Geometry((1,), (1,), (1,), False, (0,), 1)
-    index = torch.randint(4, (3, 5))
+    index = torch.randint(4, (n, 5))
     return {
         "dense": (Dense(g),),
         "outer product": (Product(g[:, :1, :1], x[:, :1, :1]),),
@@ -306,7 +301,7 @@ def kinds(scale: float) -> dict[str, tuple[Term, ...]]:
         "behind a mask, positions": (masked(Product(g, x), torch.randn(2, 4, 6)),),
         "weight norm": (multiples(g[:, 0, 0].unsqueeze(2), torch.randn(4, 6)), Product(g[:, :1], x[:, :1])),
         "tied": (Lookup(index, g[:, 0], 6), Product(x[:, :1], g[:, :1])),
-        "unlike": (Dense(scale * torch.randn(3, 4, 6)), Product(g[:, :1], x[:, :1])),
+        "unlike": (Dense(scale * torch.randn(n, 4, 6)), Product(g[:, :1], x[:, :1])),
     }
 
 
@@ -390,7 +385,7 @@ def test_term_norms_long_half_precision_sums() -> None:
         Product(ones, ones),
         Lookup(torch.zeros(2, 5000, dtype=torch.int64), ones[:, 0], 3),
     ):
-        expected = exact_norms(term)
+        expected = exact([term]).norm(dim=1)
         torch.testing.assert_close(gradients_of(term).square_norms().sqrt(), expected, rtol=1e-5, atol=0)
         weights = torch.ones(2)
         assert term.dot(torch.ones(term.shape)).tolist() == [5000.0, 5000.0]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import grad, vmap
 
-from benchmarks import models
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import (
     SquareNorms,
@@ -21,6 +19,7 @@ from psgrad.engine.gradients import (
 )
 from psgrad.errors import TransformError
 from tests.oracles import one_sample_gradients
+from tests.small_models import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -31,77 +30,46 @@ def clipping(norms: SquareNorms) -> Tensor:
     return (BOUND / norms.square_norms().sqrt()).clamp(max=1)
 
 
-def networks() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]]:
-    def images(channels: int) -> Callable[[], tuple[Tensor, Tensor]]:
-        return lambda: (torch.randn(5, channels, 12, 12), torch.randint(10, (5,)))
-
-    def tokens() -> tuple[Tensor, Tensor]:
-        drawn = torch.randint(40, (5, 10))
-        return drawn[:, :-1], drawn[:, 1:]
-
-    return {
-        "cnn": (lambda: models.cnn(image_size=12, channels=(4, 8), hidden=16), images(1)),
-        "mlp": (lambda: models.mlp((20, 16, 10)), lambda: (torch.randn(5, 20), torch.randint(10, (5,)))),
-        "gpt": (lambda: models.GPT(vocabulary=40, positions=9, width=16, layers=2, heads=2), tokens),
-        "resnet": (lambda: models.resnet(widths=(8, 16), blocks=1, groups=4), images(3)),
-    }
+def objective_of(name: str) -> tuple[Objective, tuple[Tensor, ...], Tensor]:
+    """Its objective, inputs and target in float64, of five samples."""
+    (architecture,) = (each for each in ARCHITECTURES if each.name == name)
+    model = architecture.build(dtype=torch.float64)
+    return Objective(model, architecture.loss), *architecture.batch(5, dtype=torch.float64)
 
 
-def objective_of(name: str, dtype: torch.dtype = torch.float64) -> tuple[Objective, Tensor, Tensor]:
-    torch.manual_seed(0)
-    build, draw = networks()[name]
-    model, (inputs, target) = build().to(dtype), draw()
-    return (
-        Objective(model, F.cross_entropy),
-        inputs.to(dtype) if inputs.is_floating_point() else inputs,
-        target,
-    )
-
-
-def clipped(objective: Objective, inputs: Tensor, target: Tensor, **options: object) -> WeightedSum:
+def clipped(
+    objective: Objective, inputs: tuple[Tensor, ...], target: Tensor, **options: object
+) -> WeightedSum:
     given = {"weights": clipping, **options}
-    return per_sample_weighted_sum(objective.loss, objective.params, (inputs,), target, has_aux=True, **given)  # type: ignore[arg-type]
+    return per_sample_weighted_sum(objective.loss, objective.params, inputs, target, has_aux=True, **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", list(networks()))
-def test_weighted_sum_clipped_equals_the_loop(name: str) -> None:
-    objective, inputs, target = objective_of(name)
-    result = clipped(objective, inputs, target)
-    gradients = one_sample_gradients(objective.model, F.cross_entropy, (inputs,), target)
-    norms = torch.stack([value.flatten(1).square().sum(1) for value in gradients.values()]).sum(0).sqrt()
-    assert (norms > BOUND).any()
-    weights = (BOUND / norms).clamp(max=1)
-    torch.testing.assert_close(result.norms.square_norms().sqrt(), norms, rtol=1e-10, atol=0)
-    torch.testing.assert_close(result.weights, weights, rtol=1e-10, atol=0)
-    for key, value in gradients.items():
-        expected = torch.einsum("n,n...->...", weights, value)
-        torch.testing.assert_close(
-            result.sums[key], expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item()
-        )
-
-
-@pytest.mark.parametrize("name", list(networks()))
-def test_weighted_sum_weights_by_parameter(name: str) -> None:
+@pytest.mark.parametrize("per", ["total", "parameter"])
+@pytest.mark.parametrize("name", [each.name for each in ARCHITECTURES])
+def test_weighted_sum_clipped_equals_the_loop(name: str, per: str) -> None:
     objective, inputs, target = objective_of(name)
 
     def each(norms: SquareNorms) -> dict[str, Tensor]:
-        return {
-            key: (BOUND / value.sqrt()).clamp(max=1)
-            for key, value in norms.square_norms(per="parameter").items()
-        }
+        squares = norms.square_norms(per="parameter")
+        return {key: (BOUND / value.sqrt()).clamp(max=1) for key, value in squares.items()}
 
-    result = clipped(objective, inputs, target, weights=each)
-    for key, value in one_sample_gradients(objective.model, F.cross_entropy, (inputs,), target).items():
-        weights = (BOUND / value.flatten(1).norm(dim=1)).clamp(max=1)
+    result = clipped(objective, inputs, target, weights=clipping if per == "total" else each)
+    gradients = one_sample_gradients(objective.model, F.cross_entropy, inputs, target)
+    norms = {key: value.flatten(1).norm(dim=1) for key, value in gradients.items()}
+    whole = torch.stack(list(norms.values())).norm(dim=0)
+    assert (whole > BOUND).any()
+    torch.testing.assert_close(result.norms.square_norms().sqrt(), whole, rtol=1e-10, atol=0)
+    for key, value in gradients.items():
+        weights = (BOUND / (whole if per == "total" else norms[key])).clamp(max=1)
+        found = result.weights if per == "total" else result.weights[key]
+        torch.testing.assert_close(found, weights, rtol=1e-10, atol=0)
         expected = torch.einsum("n,n...->...", weights, value)
-        torch.testing.assert_close(
-            result.sums[key], expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item()
-        )
-        torch.testing.assert_close(result.weights[key], weights, rtol=1e-10, atol=0)
+        atol = 1e-10 * expected.abs().max().item()
+        torch.testing.assert_close(result.sums[key], expected, rtol=1e-10, atol=atol)
 
 
 def test_weighted_sum_weight_zero_of_nonfinite_sample() -> None:
-    objective, inputs, target = objective_of("cnn")
+    objective, (inputs,), target = objective_of("cnn")
     spoilt = inputs.clone()
     spoilt[1] = math.inf
 
@@ -109,33 +77,18 @@ def test_weighted_sum_weight_zero_of_nonfinite_sample() -> None:
         weights = clipping(norms)
         return torch.where(torch.isfinite(norms.square_norms()), weights, 0.0)
 
-    result = clipped(objective, spoilt, target, weights=finite_only)
+    result = clipped(objective, (spoilt,), target, weights=finite_only)
     rest = [0, 2, 3, 4]
-    expected = clipped(objective, inputs[rest], target[rest])
+    expected = clipped(objective, (inputs[rest],), target[rest])
     assert result.weights[1] == 0
     for key, value in expected.sums.items():
         torch.testing.assert_close(result.sums[key], value, rtol=1e-10, atol=1e-12)
 
 
 def test_weighted_sum_all_samples_nonfinite() -> None:
-    objective, inputs, target = objective_of("mlp")
-    result = clipped(objective, inputs * math.nan, target, weights=lambda norms: torch.zeros(len(norms)))
+    objective, (inputs,), target = objective_of("mlp")
+    result = clipped(objective, (inputs * math.nan,), target, weights=lambda norms: torch.zeros(len(norms)))
     assert all(not value.any() for value in result.sums.values())
-
-
-def test_weighted_sum_branching_model() -> None:
-    weight = {"w": torch.randn(3, dtype=torch.float64)}
-    rows = torch.randn(6, 3, dtype=torch.float64)
-
-    def loss(params: dict[str, Tensor], row: Tensor) -> Tensor:
-        value = params["w"] @ row
-        return value.square() if bool(value > 0) else -3 * value
-
-    result = per_sample_weighted_sum(loss, weight, rows, weights=clipping)
-    value = rows @ weight["w"]
-    gradients = torch.where(value > 0, 2 * value, torch.full_like(value, -3)).unsqueeze(1) * rows
-    weights = (BOUND / gradients.norm(dim=1)).clamp(max=1)
-    torch.testing.assert_close(result.sums["w"], weights @ gradients, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("by", ["nonzero", "mask", "repeats"])

@@ -13,6 +13,7 @@ from psgrad.engine.execution.objective import BY_POSITION, Forward, Objective
 from psgrad.engine.measures.builtin.over_checkpoints import CheckpointOutputs
 from psgrad.engine.measures.measure import CheckpointModel, Gathered, Measure, Setting
 from tests.engine.measures.own_passes import columns_of, setting_of
+from tests.oracles import one_sample_gradients
 
 Loss = Callable[..., Tensor]
 
@@ -34,6 +35,12 @@ def of_checkpoints(
     return setting_of(models[-1], loss, inputs, target, forward, checkpoints=checkpoints, **facts)
 
 
+def of_classes(models: Sequence[nn.Module], x: Tensor, y: Tensor, *more: Tensor, **facts: Any) -> Setting:
+    """Samples of three classes at these models; more: inputs after x."""
+    about = {"kind": "class", "classes": 3, "targets": y, **facts}
+    return of_checkpoints(models, F.cross_entropy, (x, *more), y, **about)
+
+
 def rows_of(setting: Setting, chunk_size: int = 5, start: int = 0) -> dict[str, Tensor]:
     """The columns of the pass that measures over checkpoints share."""
     return columns_of(CheckpointOutputs(), setting, chunk_size, start)
@@ -50,14 +57,12 @@ def plain_norms(
 ) -> tuple[Tensor, Tensor]:
     """(loss [n, T], gradient norm [n, T]) by torch's autograd, one sample at a time."""
     losses, norms = [], []
-    for x, y in zip(inputs, target, strict=True):
-        for model in models:
-            value = loss(model(x[None])[0], y)
-            gradients = torch.autograd.grad(value, [p for p in model.parameters() if p.requires_grad])
-            losses.append(value.detach())
-            norms.append(torch.cat([gradient.flatten() for gradient in gradients]).norm())
-    shape = (len(inputs), len(models))
-    return torch.stack(losses).reshape(shape), torch.stack(norms).reshape(shape)
+    for model in models:
+        outputs = model(inputs).detach()
+        losses.append(torch.stack([loss(z, y) for z, y in zip(outputs, target, strict=True)]))
+        gradients = one_sample_gradients(model, loss, (inputs,), target)
+        norms.append(torch.cat([each.flatten(1) for each in gradients.values()], 1).norm(dim=1))
+    return torch.stack(losses, 1), torch.stack(norms, 1)
 
 
 class WithBuffers(nn.Module):
@@ -84,6 +89,10 @@ class WithBuffers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.normal(self.convolution(x))).mean((-1, -2))
         return self.head(torch.tanh(self.frozen(self.again(torch.tanh(self.square(x))))))  # type: ignore[no-any-return]
+
+
+def perceptrons(count: int = 3) -> list[nn.Module]:
+    return [perceptron(seed) for seed in range(count)]
 
 
 def perceptron(seed: int, out: int = 3, scale: float = 1.0) -> nn.Module:

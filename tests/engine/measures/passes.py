@@ -21,6 +21,7 @@ from psgrad.engine.measures.mean_gradient import MeanGradient
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.measures.passes import second_pass
 from psgrad.ragged import Block
+from tests.oracles import one_sample_gradients
 
 Criterion = Callable[[Any, Any], Tensor]
 
@@ -44,15 +45,9 @@ class Rows:
 
     def loop(self) -> np.ndarray:
         """[n, p] float64: the gradients of one sample at a time, by PyTorch's own autograd."""
-        parameters = list(self.model.parameters())
-        rows = []
-        for i in range(len(self.inputs)):
-            output = self.model(self.inputs[i : i + 1])[0]
-            loss = self.criterion(output, None if self.targets is None else self.targets[i])
-            result = torch.autograd.grad(loss, parameters, allow_unused=True)
-            parts = [torch.zeros_like(p) if g is None else g for g, p in zip(result, parameters, strict=True)]
-            rows.append(torch.cat([part.flatten() for part in parts]).double())
-        return torch.stack(rows).numpy()
+        assert self.targets is not None
+        found = one_sample_gradients(self.model, self.criterion, (self.inputs,), self.targets)
+        return torch.cat([each.flatten(1) for each in found.values()], 1).double().numpy()
 
     def logits(self) -> np.ndarray:
         """[n, C] float64."""
@@ -127,19 +122,14 @@ def prepared(
     rows: Rows, make: Callable[[], Sequence[Measure]], chunk_size: int | str = "auto", seed: int = 0
 ) -> tuple[Setting, list[Measure]]:
     """The measures of a run, those that others need before them."""
-    setting, made = rows.setting(chunk_size, seed), with_needed(make())
-    measures = [GradientNorms(), Predictions(summary_for(rows.kind)), *made]
+    setting, made = rows.setting(chunk_size, seed), make()
+    needed = [MeanGradient()] * any(MeanGradient.name in measure.needs for measure in made)
+    measures = [GradientNorms(), Predictions(summary_for(rows.kind)), *needed, *made]
     objective = setting.examples.objective.with_summary(partial(joined_summary, measures))
     setting = replace(setting, examples=replace(setting.examples, objective=objective))
     for measure in measures:
         measure.prepare(setting)
     return setting, measures
-
-
-def with_needed(measures: Sequence[Measure]) -> list[Measure]:
-    """The measures, behind the mean gradient where one of them needs it."""
-    needed = any(MeanGradient.name in measure.needs for measure in measures)
-    return [MeanGradient(), *measures] if needed else [*measures]
 
 
 def _until(chunks: Iterator[Columns], row: int | None) -> list[Columns]:

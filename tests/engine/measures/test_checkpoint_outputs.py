@@ -25,8 +25,8 @@ from psgrad.errors import MeasureError
 from tests.engine.measures.checkpoints import (
     WithBuffers,
     gathered,
-    of_checkpoints,
-    perceptron,
+    of_classes,
+    perceptrons,
     plain_norms,
     rows_of,
 )
@@ -45,8 +45,7 @@ def vectors(n: int = 7) -> tuple[Tensor, Tensor]:
 def test_checkpoints_columns_equal_the_loop() -> None:
     models = [WithBuffers(seed) for seed in range(3)]
     x, y = images(7)
-    rows = rows_of(of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y))
-    history = History.of(NAMES, rows)
+    history = History.of(NAMES, rows_of(of_classes(models, x, y)))
     losses, norms = plain_norms(models, F.cross_entropy, x, y)
     torch.testing.assert_close(history["loss"], losses, rtol=1e-10, atol=0)
     torch.testing.assert_close(history["grad_norm"], norms, rtol=1e-10, atol=0)
@@ -63,9 +62,9 @@ def test_checkpoints_columns_equal_the_loop() -> None:
 @pytest.mark.long
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 5))
 def test_checkpoints_independent_of_chunks_and_resume(n: int, chunk_size: int, start: int) -> None:
-    models = [perceptron(seed) for seed in range(3)]
+    models = perceptrons()
     x, y = vectors(n)
-    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    setting = of_classes(models, x, y)
     start = min(start, n - 1)
     whole, part = rows_of(setting, n), rows_of(setting, chunk_size, start)
     for name, column in whole.items():
@@ -73,11 +72,11 @@ def test_checkpoints_independent_of_chunks_and_resume(n: int, chunk_size: int, s
 
 
 def test_checkpoints_nonfinite_at_one_checkpoint() -> None:
-    models = [perceptron(seed) for seed in range(3)]
+    models = perceptrons()
     with torch.no_grad():
         models[1][2].weight.mul_(torch.inf)  # type: ignore[operator,union-attr]
     x, y = vectors()
-    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    setting = of_classes(models, x, y)
     history = History.of(NAMES, rows_of(setting))
     losses, norms = plain_norms([models[0], models[2]], F.cross_entropy, x, y)
     torch.testing.assert_close(history["loss"][:, [0, 2]], losses, rtol=1e-10, atol=0)
@@ -91,10 +90,10 @@ def test_checkpoints_nonfinite_at_one_checkpoint() -> None:
 
 
 def test_checkpoints_nonfinite_sample() -> None:
-    models = [perceptron(seed) for seed in range(3)]
+    models = perceptrons()
     x, y = vectors()
     x[3] = torch.nan
-    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    setting = of_classes(models, x, y)
     norms = gathered(GraNd(), setting).columns["grand"]
     others = [0, 1, 2, 4, 5, 6]
     torch.testing.assert_close(
@@ -104,12 +103,9 @@ def test_checkpoints_nonfinite_sample() -> None:
 
 
 def test_checkpoints_el2n_mean_and_deviation() -> None:
-    models = [perceptron(seed) for seed in range(3)]
+    models = perceptrons()
     x, y = vectors()
-    result = gathered(
-        EL2NOverCheckpoints(),
-        of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y),
-    )
+    result = gathered(EL2NOverCheckpoints(), of_classes(models, x, y))
     errors = np.stack([(m(x).softmax(-1) - F.one_hot(y, 3)).norm(dim=-1).detach().numpy() for m in models], 1)
     np.testing.assert_allclose(result.columns["el2n_mean"], errors.mean(1), rtol=1e-10)
     np.testing.assert_allclose(result.columns["el2n_std"], errors.std(1, ddof=1), rtol=1e-9)
@@ -131,23 +127,18 @@ def test_checkpoints_ignored_positions() -> None:
 
 
 def test_checkpoints_columns_by_kind_of_target() -> None:
-    binary, value = (
-        over_checkpoints.checkpoint_summary("binary"),
-        over_checkpoints.checkpoint_summary("value"),
-    )
-    said = binary(torch.tensor([0.7], dtype=torch.float64), torch.tensor([0.0]))
+    summary = over_checkpoints.checkpoint_summary
+    said = summary("binary")(torch.tensor([0.7], dtype=torch.float64), torch.tensor([0.0]))
     assert said["confidence"] == pytest.approx(1 - 1 / (1 + np.exp(-0.7)), rel=1e-6)
     assert (said["right"], set(said)) == (0, {"confidence", "right", "prediction"})
-    assert set(value(torch.tensor([0.7]), torch.tensor([0.0]))) == {"prediction"}
-    assert over_checkpoints.checkpoint_summary("class")(torch.randn(3), torch.tensor([0.2, 0.3, 0.5])) == {}
-    assert over_checkpoints.checkpoint_summary("custom")(torch.randn(3), torch.tensor(1)) == {}
+    assert set(summary("value")(torch.tensor([0.7]), torch.tensor([0.0]))) == {"prediction"}
+    assert summary("class")(torch.randn(3), torch.tensor([0.2, 0.3, 0.5])) == {}
+    assert summary("custom")(torch.randn(3), torch.tensor(1)) == {}
 
 
 def test_checkpoints_model_is_loaded_when_its_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = vectors()
-    setting = of_checkpoints(
-        [perceptron(seed) for seed in range(3)], F.cross_entropy, (x,), y, kind="class", classes=3
-    )
+    setting = of_classes(perceptrons(), x, y)
     loaded: list[str] = []
 
     def noted(checkpoint: Any) -> Callable[[], Any]:
@@ -181,12 +172,9 @@ def test_checkpoints_ranking_disagreement() -> None:
 
 def test_checkpoints_too_few_checkpoints_are_refused() -> None:
     x, y = vectors()
-    setting = of_checkpoints([perceptron(0)], F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    setting = of_classes(perceptrons(1), x, y)
     for measure in (GraNd(), EL2NOverCheckpoints()):
-        with pytest.raises(
-            MeasureError,
-            match=rf"{measure.name} takes at least 2 checkpoints .* lists 1",
-        ):
+        with pytest.raises(MeasureError, match=rf"{measure.name} takes at least 2 checkpoints .* lists 1"):
             measure.prepare(setting)
     with pytest.raises(MeasureError, match=r"analyze\.checkpoints lists none"):
         GraNd().prepare(replace(setting, checkpoints=()))

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from psgrad.engine.measures.builtin.projected_gradients import GradientProjection, NeighbourDistance
 from psgrad.engine.measures.measure import Gathered
-from tests.engine.measures.one_run import measured
-from tests.engine.measures.own_passes import setting_of
+from tests.engine.measures.own_passes import measured, setting_of
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -17,8 +17,7 @@ from psgrad.engine.measures.builtin.ntk import NTK
 from psgrad.engine.measures.builtin.projected_gradients import chosen_rows
 from psgrad.engine.measures.measure import Gathered, Setting
 from psgrad.errors import MeasureError
-from tests.engine.measures.one_run import measured
-from tests.engine.measures.own_passes import setting_of
+from tests.engine.measures.own_passes import measured, setting_of
 from tests.small_models import ARCHITECTURES, Architecture
 
 

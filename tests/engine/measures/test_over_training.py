@@ -14,7 +14,14 @@ from psgrad.engine.measures.builtin.over_checkpoints import Forgetting, Trajecto
 from psgrad.engine.measures.checkpoint_history import column
 from psgrad.engine.measures.measure import Gathered
 from psgrad.errors import MeasureError
-from tests.engine.measures.checkpoints import gathered, of_checkpoints, perceptron, plain_norms
+from tests.engine.measures.checkpoints import (
+    gathered,
+    of_checkpoints,
+    of_classes,
+    perceptron,
+    perceptrons,
+    plain_norms,
+)
 
 NAN = float("nan")
 
@@ -32,11 +39,7 @@ def history(*, loss: Any = None, **said: Any) -> dict[str, Tensor]:
 
 def measured(measure: Any, rows: dict[str, Tensor], count: int, kind: str = "class") -> Gathered:
     x, y = torch.randn(2, 4).double(), torch.randint(3, (2,))
-    return gathered(
-        measure,
-        of_checkpoints([perceptron(0)] * count, F.cross_entropy, (x,), y, kind=kind, classes=3, targets=y),
-        rows,
-    )
+    return gathered(measure, of_classes([perceptron(0)] * count, x, y, kind=kind), rows)
 
 
 def test_history_forgetting_of_histories_by_hand() -> None:
@@ -69,7 +72,7 @@ def test_history_forgetting_of_positions() -> None:
 )
 def test_history_forgetting_needs_labels(kind: str, words: str) -> None:
     x = torch.randn(4, 4).double()
-    setting = of_checkpoints([perceptron(0), perceptron(1)], F.mse_loss, (x,), x[:, :3], kind=kind)
+    setting = of_checkpoints(perceptrons(2), F.mse_loss, (x,), x[:, :3], kind=kind)
     with pytest.raises(
         MeasureError, match=f"forgetting asks whether a prediction is right, and this loss has {words}"
     ) as caught:
@@ -89,10 +92,8 @@ def test_history_cartography_of_histories_by_hand() -> None:
 
 def test_history_trajectories_equal_the_loop() -> None:
     x, y = torch.randn(7, 4).double(), torch.randint(3, (7,))
-    models = [perceptron(seed) for seed in range(4)]
-    result = gathered(
-        Trajectory(), of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
-    )
+    models = perceptrons(4)
+    result = gathered(Trajectory(), of_classes(models, x, y))
     losses, norms = (each.numpy() for each in plain_norms(models, F.cross_entropy, x, y))
     steps = np.arange(4)
     np.testing.assert_allclose(

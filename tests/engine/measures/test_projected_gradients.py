@@ -15,8 +15,7 @@ from psgrad.engine.measures.builtin import projected_gradients
 from psgrad.engine.measures.builtin.projected_gradients import GradientProjection
 from psgrad.engine.measures.measure import Setting
 from psgrad.errors import MeasureError
-from tests.engine.measures.one_run import measured
-from tests.engine.measures.own_passes import setting_of
+from tests.engine.measures.own_passes import measured, setting_of
 
 
 def gradients_are(rows: Tensor, **facts: Any) -> Setting:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import zscore
@@ -19,7 +18,7 @@ from psgrad.engine.execution.objective import Forward
 from psgrad.engine.measures.builtin import vog
 from psgrad.engine.measures.builtin.vog import VoG
 from psgrad.errors import MeasureError
-from tests.engine.measures.checkpoints import WithBuffers, of_checkpoints, perceptron
+from tests.engine.measures.checkpoints import WithBuffers, of_classes, perceptrons
 from tests.engine.measures.own_passes import columns_of
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -43,9 +42,8 @@ def plain(models: list[nn.Module], x: Tensor, classes: Tensor) -> np.ndarray:
 def test_vog_equals_definition(of: str, weighted: bool) -> None:
     models: list[nn.Module] = [WithBuffers(seed) for seed in range(4)]
     x, y = torch.randn(7, 1, 6, 6).double(), torch.tensor([0, 1, 0, 1, 0, 1, 2])
-    inputs = (x, torch.rand(7).double()) if weighted else (x,)  # the output does not depend on weights
-    facts = {"forward": Forward(weighted=weighted), "kind": "class", "classes": 3, "targets": y}
-    setting = of_checkpoints(models, F.cross_entropy, inputs, y, **facts)
+    weights = (torch.rand(7).double(),) if weighted else ()  # the output does not depend on them
+    setting = of_classes(models, x, y, *weights, forward=Forward(weighted=weighted))
     measure = VoG(of)  # type: ignore[arg-type]
     result = measure.gather(columns_of(measure, setting, 3)).columns
     classes = y if of == "target" else torch.stack([model(x).argmax(-1) for model in models])
@@ -60,16 +58,12 @@ def test_vog_equals_definition(of: str, weighted: bool) -> None:
 @pytest.mark.long
 @given(st.integers(1, 7), st.integers(0, 6))
 def test_vog_independent_of_chunks_and_resume(chunk_size: int, start: int) -> None:
-    models = [perceptron(seed) for seed in range(3)]
+    models = perceptrons()
     x, y = torch.randn(7, 4).double(), torch.randint(3, (7,))
-    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    setting = of_classes(models, x, y)
     whole = columns_of(VoG(), setting, 7)["vog.spread_and_label"]
-    torch.testing.assert_close(
-        columns_of(VoG(), setting, chunk_size, start)["vog.spread_and_label"],
-        whole[start:],
-        rtol=1e-12,
-        atol=0,
-    )
+    part = columns_of(VoG(), setting, chunk_size, start)["vog.spread_and_label"]
+    torch.testing.assert_close(part, whole[start:], rtol=1e-12, atol=0)
 
 
 def test_vog_of_token_ids() -> None:
@@ -84,7 +78,7 @@ def test_vog_of_token_ids() -> None:
 
     models = [Bag(seed).eval() for seed in range(3)]
     ids, y = torch.randint(9, (5, 6)), torch.randint(3, (5,))
-    setting = of_checkpoints(models, F.cross_entropy, (ids,), y, kind="class", classes=3, targets=y)
+    setting = of_classes(models, ids, y)
     result = columns_of(VoG(), setting)["vog.spread_and_label"][:, 0]
     expected = []
     for sample, label in zip(ids, y, strict=True):
@@ -99,10 +93,10 @@ def test_vog_of_token_ids() -> None:
 
 
 def test_vog_nonfinite_at_one_checkpoint() -> None:
-    models = [perceptron(seed) for seed in range(3)]
+    models = perceptrons()
     x, y = torch.randn(6, 4).double(), torch.tensor([0, 0, 0, 1, 1, 1])
     x[1] = torch.inf
-    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    setting = of_classes(models, x, y)
     measure = VoG()
     result = measure.gather(columns_of(measure, setting)).columns
     kept = [0, 2, 3, 4, 5]
@@ -113,22 +107,17 @@ def test_vog_nonfinite_at_one_checkpoint() -> None:
 
 
 def test_vog_ignored_labels() -> None:
-    models = [perceptron(seed) for seed in range(3)]
+    models = perceptrons()
     x, y = torch.randn(4, 4).double(), torch.tensor([0, -100, 2, 2])
-    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    setting = of_classes(models, x, y)
     result = columns_of(VoG(), setting)["vog.spread_and_label"][:, 0]
     assert result.isnan().tolist() == [False, True, False, False]
 
 
 def test_vog_refuses_fewer_than_three_checkpoints_and_losses_without_classes() -> None:
     x, y = torch.randn(4, 4).double(), torch.randint(3, (4,))
-    setting = of_checkpoints(
-        [perceptron(0), perceptron(1)], F.cross_entropy, (x,), y, kind="class", classes=3, targets=y
-    )
-    with pytest.raises(
-        MeasureError,
-        match=r"vog takes at least 3 checkpoints .* lists 2",
-    ):
+    setting = of_classes(perceptrons(2), x, y)
+    with pytest.raises(MeasureError, match=r"vog takes at least 3 checkpoints .* lists 2"):
         VoG().prepare(setting)
     with pytest.raises(
         MeasureError, match="vog looks at the class of each sample, and this loss has a value"
@@ -138,8 +127,8 @@ def test_vog_refuses_fewer_than_three_checkpoints_and_losses_without_classes() -
 
 def test_vog_refuses_a_model_without_an_input_to_differentiate_in(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.randn(4, 4).double(), torch.randint(3, (4,))
-    models = [perceptron(seed) for seed in range(3)]
-    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
+    models = perceptrons()
+    setting = of_classes(models, x, y)
     monkeypatch.setattr(vog, "places_of", lambda model, inputs: [])
     with pytest.raises(MeasureError, match="found no input of this model to differentiate in"):
         VoG().prepare(setting)
