@@ -75,8 +75,7 @@ class InfluenceWorkplace(Workplace):
 
     def ranked(self, *options: str) -> pd.DataFrame:
         """The table of a run that ends well."""
-        outcome = self.influence(*options)
-        assert outcome.code == 0, outcome.err
+        self.influence(*options).succeeded()
         return pd.read_parquet(self.folder / "out" / "scores.parquet")
 
     def matrix(self, *options: str) -> dict[str, np.ndarray]:

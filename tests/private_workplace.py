@@ -66,9 +66,7 @@ class PrivateWorkplace:
         return self.workplace.command("dp-step", "config.yaml", *options)
 
     def succeeded(self, *options: str) -> Outcome:
-        outcome = self.dp_step(*options)
-        assert outcome.code == 0, outcome.err
-        return outcome
+        return self.dp_step(*options).succeeded()
 
     def refused(self, code: int, *words: str, options: tuple[str, ...] = ()) -> str:
         """Run, and see it end with this exit code and these words on stderr, on one screen and without a

@@ -70,8 +70,7 @@ def test_options_reach_the_workflow(config: Path, install: Install, run: Run, tm
     assert (seen["steps"], seen["resume"], seen["insecure_deterministic"]) == (1, False, False)
     output = tmp_path / "elsewhere"
     options = ("--steps", 20, "--resume", "--insecure-deterministic", "--output", output)
-    done = run("dp-step", config, *options, "--set", "engine.chunk_size=8")
-    assert done.code == 0, done.err
+    run("dp-step", config, *options, "--set", "engine.chunk_size=8").succeeded()
     assert (seen["steps"], seen["resume"], seen["insecure_deterministic"]) == (20, True, True)
     assert (seen["config"].output, seen["config"].engine.chunk_size) == (output, 8)
     assert run("dp-step", config, "--steps", "all").code == 0

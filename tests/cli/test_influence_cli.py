@@ -70,8 +70,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 def test_the_tables_and_the_path_go_to_stdout_and_words_to_stderr(
     config: Path, stage: Stage, run: Run
 ) -> None:
-    ended = run("influence", config)
-    assert ended.code == 0, ended.err
+    ended = run("influence", config).succeeded()
     lines = ended.out.splitlines()
     assert lines[0].startswith("influence function; positive: the training example helps the query")
     assert lines[1] == f"unit: {UNIT}"
@@ -92,8 +91,7 @@ def test_options_reach_the_workflow_and_the_config(config: Path, stage: Stage, r
     assert refused.code == 2, "tracin needs its checkpoints: --method comes after --set"
     assert "tracin" in refused.err
     assert not stage.calls
-    ended = run("influence", config, *words, "--method", "ekfac")
-    assert ended.code == 0, ended.err
+    ended = run("influence", config, *words, "--method", "ekfac").succeeded()
     ((_, (resolved,), options),) = stage.calls
     found = (resolved.influence.method.name, resolved.influence.top, str(resolved.output))
     assert found == ("ekfac", 2, "elsewhere")
@@ -110,8 +108,7 @@ def test_json_is_one_object(config: Path, stage: Stage, run: Run) -> None:
 
 
 def test_the_index_is_a_command_of_two_words(config: Path, stage: Stage, run: Run) -> None:
-    ended = run("influence", "index", config, "--resume", "--set", "influence.top=3")
-    assert ended.code == 0, ended.err
+    ended = run("influence", "index", config, "--resume", "--set", "influence.top=3").succeeded()
     assert ended.out == "runs/index\n"
     assert "1,437 training examples, 512 numbers each at 2 checkpoints: 5.89 MB" in ended.err
     ((name, (resolved,), options),) = stage.calls
@@ -126,15 +123,13 @@ def test_a_config_named_index_can_be_ranked(
 ) -> None:
     (config.parent / "index").write_text(config.read_text())
     monkeypatch.chdir(config.parent)
-    ended = run("influence", "./index")
-    assert ended.code == 0, ended.err
+    run("influence", "./index").succeeded()
     assert stage.calls[0][0] == "influence"
 
 
 @pytest.mark.parametrize("kind", ["loo", "lds", "removal"])
 def test_an_evaluation_has_a_folder_of_its_own(kind: str, config: Path, stage: Stage, run: Run) -> None:
-    ended = run("influence", config, "--evaluate", kind, "--output", "truth", "--json")
-    assert ended.code == 0, ended.err
+    ended = run("influence", config, "--evaluate", kind, "--output", "truth", "--json").succeeded()
     ((name, (resolved, wanted), options),) = stage.calls
     assert (name, wanted) == ("evaluate_influence", kind)
     assert resolved.output == Path("runs/out")

@@ -19,8 +19,7 @@ from tests.workplace import Outcome, Workplace
 
 def written(place: Workplace, *options: str) -> tuple[dict[str, Any], Outcome]:
     """What the config says that was written."""
-    outcome = place.command("init", *options)
-    assert outcome.code == 0, outcome.err
+    outcome = place.command("init", *options).succeeded()
     config = load_config(place.folder / "psgrad.yaml")
     return config.model_dump(mode="json"), outcome
 
@@ -39,8 +38,7 @@ def test_init_from_a_factory_and_a_table_runs(workplace: Workplace) -> None:
     assert "the target is 'label', and the loss is cross_entropy: check that" in outcome.err
     assert "the weights are those that the factory gives" in outcome.err
     assert all((workplace.folder / name).read_bytes() == each for name, each in before.items())
-    done = workplace.command("analyze", "psgrad.yaml", "--no-report")
-    assert done.code == 0, done.err
+    workplace.command("analyze", "psgrad.yaml", "--no-report").succeeded()
 
 
 @pytest.mark.long
@@ -55,8 +53,7 @@ def test_init_from_a_factory_and_a_folder_of_images_runs(workplace: Workplace) -
     )
     config, _ = written(workplace, "--from", "model.py:build", "--data", "images")
     assert (config["data"]["images"], config["data"]["path"]) == ("images", None)
-    done = workplace.command("analyze", "psgrad.yaml", "--no-report")
-    assert done.code == 0, done.err
+    workplace.command("analyze", "psgrad.yaml", "--no-report").succeeded()
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
@@ -176,10 +173,9 @@ def test_init_from_a_model_folder_names_task_and_columns(
 
 def test_init_into_another_folder_has_paths_relative_to_it(workplace: Workplace) -> None:
     model_folder(workplace, "BertForMaskedLM")
-    outcome = workplace.command(
+    workplace.command(
         "init", "new", "--from", "pretrained", "--data", rows(workplace, "t.csv", text=["a"])
-    )
-    assert outcome.code == 0, outcome.err
+    ).succeeded()
     config = load_config(workplace.folder / "new" / "psgrad.yaml")
     assert (config.model.pretrained, str(config.data.path)) == ("../pretrained", "../t.csv")
 

@@ -111,8 +111,7 @@ def test_influence_model_that_branches_on_data(
     influence_place.section["method"] = method
     for each in (model, "selecting"):
         use(influence_place, each)
-        outcome = influence_place.influence("--no-report")
-        assert outcome.code == 0, outcome.err
+        influence_place.influence("--no-report").succeeded()
     assert_same_tables(influence_place, model, "self_influence", "scores")
 
 
@@ -130,8 +129,7 @@ def test_dp_step_model_that_sends_nothing_to_a_layer(workplace: Workplace) -> No
     for model in ("routed", "selecting"):
         use(workplace, model)
         (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
-        outcome = workplace.command("dp-step", "config.yaml", "--steps", "all", "--insecure-deterministic")
-        assert outcome.code == 0, outcome.err
+        workplace.command("dp-step", "config.yaml", "--steps", "all", "--insecure-deterministic").succeeded()
         weights = workplace.folder / model / "public" / "model.safetensors"
         released.append(load_file(weights))
     torch.testing.assert_close(*released)

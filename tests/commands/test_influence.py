@@ -205,8 +205,7 @@ def with_index(place: InfluenceWorkplace, **options: Any) -> None:
 def test_an_index_answers_as_the_data_do(place: InfluenceWorkplace) -> None:
     without = place.ranked()
     with_index(place)
-    built = place.index()
-    assert built.code == 0, built.err
+    built = place.index().succeeded()
     assert built.out.strip() == "index"
     (place.folder / "data.npz").touch()
     pd.testing.assert_frame_equal(place.ranked("--overwrite"), without, rtol=1e-4, atol=1e-6)
@@ -242,8 +241,7 @@ def test_rows_that_are_not_finite_are_named_left_out_and_counted(place: Influenc
     x[[3, 8], 0], xq[1, 0] = np.nan, np.inf
     place.save(x=x)
     place.save_queries(x=xq)
-    outcome = place.influence("--matrix")
-    assert outcome.code == 0, outcome.err
+    outcome = place.influence("--matrix").succeeded()
     assert "excluded 2 of 24 training examples" in outcome.err
     assert "not finite: row-03, row-08" in outcome.err
     assert "excluded 1 of 5 queries, whose loss or gradient is not finite: query-1" in outcome.err
@@ -388,8 +386,7 @@ def test_weight_decay_that_the_config_leaves_out_is_estimated_and_used(place: In
     """Predicted, found and retrained agree; with the one that the config names nothing is replaced."""
     truth = convex(place)
     place.section["method"] = "influence"
-    outcome = place.influence()
-    assert outcome.code == 0, outcome.err
+    outcome = place.influence().succeeded()
     assert "weights are at a minimum with weight_decay 0.0500" in outcome.err
     assert "cosine 1.000): used" in outcome.err
     said = place.manifest()["influence"]
@@ -408,8 +405,7 @@ def test_weight_decay_that_the_config_leaves_out_is_estimated_and_used(place: In
 def test_weight_decay_that_the_config_names_stays(place: InfluenceWorkplace, named: float) -> None:
     convex(place)
     place.section["method"] = {"name": "influence", "weight_decay": named}
-    outcome = place.influence()
-    assert outcome.code == 0, outcome.err
+    outcome = place.influence().succeeded()
     other = f"and the config names {named:g}, which is used" in outcome.err
     assert other == (named != 0.0501)
     said = place.manifest()["influence"]
@@ -456,8 +452,7 @@ def test_scores_are_written_before_the_check_and_stay_when_it_is_interrupted(
 )
 def test_scores_that_are_no_amounts_say_so_everywhere(place: InfluenceWorkplace, method: Any) -> None:
     place.section["method"] = method
-    outcome = place.influence()
-    assert outcome.code == 0, outcome.err
+    outcome = place.influence().succeeded()
     assert "unit: relative, no unit" in outcome.out
     assert "nats" not in outcome.out
     folder = place.folder / "out"
@@ -473,8 +468,7 @@ def test_scores_that_are_no_amounts_say_so_everywhere(place: InfluenceWorkplace,
 def test_amounts_of_a_network_at_no_minimum_are_marked(place: InfluenceWorkplace) -> None:
     for method in ("influence", {"name": "influence", "solver": "conjugate_gradient"}):
         place.section["method"] = method
-        outcome = place.influence("--overwrite")
-        assert outcome.code == 0, outcome.err
+        outcome = place.influence("--overwrite").succeeded()
         assert "in nats (uncalibrated), if the training example were removed" in outcome.out
         assert "Largest changes, predicted\n" in outcome.out
         assert "predicted, at no minimum" in outcome.out
@@ -517,8 +511,7 @@ def test_self_influence_by_a_solve_an_example_is_computed_where_the_config_asks(
             "method": {"name": "influence", "solver": solver, "relative_damping": 1.0},
         }
         place.section.update(changes)
-        outcome = place.influence("--overwrite")
-        assert outcome.code == 0, outcome.err
+        outcome = place.influence("--overwrite").succeeded()
         return outcome.err, pd.read_parquet(place.folder / "out" / "self_influence.parquet")
 
     heard, table = run("auto", "conjugate_gradient")

@@ -39,8 +39,7 @@ def place(influence_place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) 
 
 def with_index(place: InfluenceWorkplace, **options: str) -> None:
     place.section["index"] = {"path": "index", "projection": "none"} | options
-    built = place.index()
-    assert built.code == 0, built.err
+    place.index().succeeded()
 
 
 # -- Labels --------------------------------------------------------------------------------------------------

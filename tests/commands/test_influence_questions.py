@@ -34,8 +34,7 @@ def table(place: InfluenceWorkplace, name: str, output: str = "out") -> pd.DataF
 
 
 def ran(place: InfluenceWorkplace, *options: str) -> str:
-    outcome = place.influence("--no-report", *options)
-    assert outcome.code == 0, outcome.err
+    outcome = place.influence("--no-report", *options).succeeded()
     return outcome.out
 
 

@@ -47,8 +47,7 @@ def place(
 
 
 def ran(place: InfluenceWorkplace, *options: str) -> pd.DataFrame:
-    outcome = place.influence(*options)
-    assert outcome.code == 0, outcome.err
+    place.influence(*options).succeeded()
     return pd.read_parquet(place.folder / "out" / "tokens.parquet")
 
 

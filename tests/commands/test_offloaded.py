@@ -45,8 +45,7 @@ def _both_ways(run: Callable[..., Outcome], place: Any, *command: str) -> list[P
         place.config["engine"] = {**place.config.get("engine", {}), "parameters": where}
         place.config["output"] = where
         (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
-        outcome = run(*command)
-        assert outcome.code == 0, outcome.err
+        run(*command).succeeded()
         folders.append(place.folder / where)
     return folders
 
