@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -85,6 +86,13 @@ class PrivateWorkplace:
             for line in (self.run_folder / "public" / "ledger.jsonl").read_text().splitlines()
         ]
         return [line for line in lines if kind is None or line["kind"] == kind]
+
+    def step_table(self) -> pd.DataFrame:
+        return pd.read_parquet(self.run_folder / "private" / "NOT_PRIVATE_steps.parquet")
+
+    def public(self) -> bytes:
+        """All that may be published."""
+        return b"".join(path.read_bytes() for path in (self.run_folder / "public").iterdir())
 
     def weights(self) -> dict[str, torch.Tensor]:
         return load_file(self.run_folder / "public" / "model.safetensors")
