@@ -16,13 +16,6 @@ from tests.influence_workplace import QUERIES, InfluenceWorkplace
 from tests.workplace import ROWS
 
 
-@pytest.fixture
-def place(influence_place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> InfluenceWorkplace:
-    found = influence_place
-    monkeypatch.setattr("psgrad.reports.influence_page.write_influence_report", lambda result, write: None)
-    return found
-
-
 def asked(place: InfluenceWorkplace, queries: dict[str, Any] | None, *options: str) -> list[int]:
     """The rows that a run with this section has queries for, in order."""
     place.section["queries"] = queries
