@@ -195,11 +195,7 @@ def test_share_of_the_highest_leaves_out_what_is_not_a_number(workplace: Workpla
     assert len(norms) == norms.notna().sum() + 1
 
 
-def test_rows_by_their_influence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    place = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    place.prepare()
+def test_rows_by_their_influence(place: InfluenceWorkplace) -> None:
     place.ranked("--no-report")
     place.command("select", "out", "--by", "influence", "--top", "25%", "--output", "top.csv").succeeded()
     training = pd.read_parquet("out/self_influence.parquet")
