@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.influence_workplace import InfluenceWorkplace
+from tests.private_workplace import PRIVACY
 from tests.workplace import Workplace
 
 MODEL = """\
@@ -116,15 +117,7 @@ def test_influence_model_that_branches_on_data(
 
 
 def test_dp_step_model_that_sends_nothing_to_a_layer(workplace: Workplace) -> None:
-    workplace.config["privacy"] = {
-        "delta": 1e-3,
-        "clipping": {"norm": 1.0},
-        "noise": {"multiplier": 1.0, "seed": 3},
-        "expected_batch_size": 8,
-        "sampling": {"scheme": "poisson", "sample_rate": 0.3},
-        "steps": 2,
-        "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
-    }
+    workplace.config["privacy"] = PRIVACY | {"steps": 2, "noise": {"multiplier": 1.0, "seed": 3}}
     released = []
     for model in ("routed", "selecting"):
         use(workplace, model)
