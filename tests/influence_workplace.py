@@ -75,9 +75,12 @@ class InfluenceWorkplace(Workplace):
 
     def ranked(self, *options: str) -> pd.DataFrame:
         """The table of a run that ends well."""
-        outcome = self.influence(*options)
-        assert outcome.code == 0, outcome.err
-        return pd.read_parquet(self.folder / "out" / "scores.parquet")
+        self.influence(*options).succeeded()
+        return self.table("scores")
+
+    def table(self, name: str) -> pd.DataFrame:
+        """scores, self_influence, queries, groups or contrasts of the last run in out/."""
+        return pd.read_parquet(self.folder / "out" / f"{name}.parquet")
 
     def matrix(self, *options: str) -> dict[str, np.ndarray]:
         """matrix.safetensors of a run that ends well."""
@@ -92,7 +95,7 @@ class InfluenceWorkplace(Workplace):
 
     def samples_of_queries(self) -> list[int]:
         """The query_index of each row of the last run's table."""
-        found: list[int] = pd.read_parquet(self.folder / "out" / "scores.parquet")["query_index"].tolist()
+        found: list[int] = self.table("scores")["query_index"].tolist()
         return found
 
 

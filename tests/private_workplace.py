@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -66,9 +67,7 @@ class PrivateWorkplace:
         return self.workplace.command("dp-step", "config.yaml", *options)
 
     def succeeded(self, *options: str) -> Outcome:
-        outcome = self.dp_step(*options)
-        assert outcome.code == 0, outcome.err
-        return outcome
+        return self.dp_step(*options).succeeded()
 
     def refused(self, code: int, *words: str, options: tuple[str, ...] = ()) -> str:
         """Run, and see it end with this exit code and these words on stderr, on one screen and without a
@@ -87,6 +86,13 @@ class PrivateWorkplace:
             for line in (self.run_folder / "public" / "ledger.jsonl").read_text().splitlines()
         ]
         return [line for line in lines if kind is None or line["kind"] == kind]
+
+    def step_table(self) -> pd.DataFrame:
+        return pd.read_parquet(self.run_folder / "private" / "NOT_PRIVATE_steps.parquet")
+
+    def public(self) -> bytes:
+        """All that may be published."""
+        return b"".join(path.read_bytes() for path in (self.run_folder / "public").iterdir())
 
     def weights(self) -> dict[str, torch.Tensor]:
         return load_file(self.run_folder / "public" / "model.safetensors")

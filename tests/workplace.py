@@ -53,6 +53,11 @@ class Outcome:
     out: str
     err: str
 
+    def succeeded(self) -> Outcome:
+        """Itself, once it is seen that the command ended well."""
+        assert self.code == 0, self.err
+        return self
+
     def refused(self, code: int, *words: str) -> str:
         """What stderr says, once it is seen that the command ended so: this code, these words, one screen, no
         traceback.
@@ -144,9 +149,7 @@ class Workplace:
 
     def succeeded(self, *options: str) -> Outcome:
         """Run, and see it end well."""
-        outcome = self.analyze(*options)
-        assert outcome.code == 0, outcome.err
-        return outcome
+        return self.analyze(*options).succeeded()
 
     def measured_apart(self, data: str) -> Outcome:
         """Run on another file of rows, without a reference, in a folder of its name: `trusted` of

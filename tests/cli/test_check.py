@@ -15,6 +15,9 @@ import pytest
 from tests.verdicts import REFERENCE, finished, table
 from tests.workplace import ROWS, Workplace
 
+# The commands that read a finished run.
+READERS = (("check", "run"), ("report", "run"), ("diff", "run", "run"), ("baseline", "save", "run"))
+
 
 def judged(work: Workplace, name: str = "run", listed: tuple[int, ...] = (2, 5), **changes: object) -> Path:
     """A finished run whose outliers a reference has decided."""
@@ -87,7 +90,7 @@ def test_a_table_that_was_changed_gets_no_verdict(
 ) -> None:
     path = judged(workplace) / "samples.parquet"
     change(pd.read_parquet(path)).to_parquet(path)
-    for command in (("check", "run"), ("report", "run"), ("diff", "run", "run"), ("baseline", "save", "run")):
+    for command in READERS:
         workplace.command(*command).refused(3, words, "run psgrad analyze again")
 
 
@@ -96,17 +99,12 @@ def test_a_manifest_that_was_changed_or_a_folder_in_place_of_a_table(workplace: 
     content = json.loads(path.read_text())
     for key in ("config", "counts", "outliers"):
         path.write_text(json.dumps({**content, key: [1]}))
-        for command in (
-            ("check", "run"),
-            ("report", "run"),
-            ("diff", "run", "run"),
-            ("baseline", "save", "run"),
-        ):
+        for command in READERS:
             workplace.command(*command).refused(3, f"manifest.json can't be read: {key}: ")
     path.write_text(json.dumps(content))
     (path.parent / "samples.parquet").unlink()
     (path.parent / "samples.parquet").mkdir()
-    for command in (("check", "run"), ("report", "run")):
+    for command in READERS[:2]:
         workplace.command(*command).refused(3, "samples.parquet can't be read")
 
 
@@ -116,28 +114,19 @@ def test_a_baseline_lets_what_is_known_pass(workplace: Workplace) -> None:
     assert (saved.code, saved.out) == (0, "psgrad-baseline.json\n")
     assert "2 accepted findings: 2 taken in, 0 dropped" in saved.err
     judged(workplace, "later", (5, 7))
-    checked = workplace.command(
-        "check", "later", "--baseline", "psgrad-baseline.json", "--set", "gate.max_outliers=0"
-    )
+    against = ("check", "later", "--set", "gate.max_outliers=0", "--baseline")
+    checked = workplace.command(*against, "psgrad-baseline.json")
     assert checked.code == 1
     assert "1 new outlier, and 0 may be" in checked.out
-    assert (
-        "1 of 2 entries of the baseline psgrad-baseline.json are not found any more" not in checked.out
-    )  # an absolute path is shown
-    assert "1 of 2 entries of the baseline" in checked.out
+    gone = "1 of 2 entries of the baseline"
+    assert f"{gone} psgrad-baseline.json are not found any more" not in checked.out  # an absolute path is
+    assert gone in checked.out
     again = workplace.command("baseline", "save", "later")
     assert "1 accepted finding: 0 taken in, 1 dropped" in again.err
     assert "1 new finding refused: a baseline only shrinks" in again.err
     assert "2 accepted findings: 1 taken in" in workplace.command("baseline", "save", "later", "--grow").err
-    assert (
-        workplace.command(
-            "check", "later", "--baseline", "psgrad-baseline.json", "--set", "gate.max_outliers=0"
-        ).code
-        == 0
-    )
-    workplace.command("check", "later", "--baseline", "nowhere.json").refused(
-        2, "there is no baseline nowhere.json"
-    )
+    assert workplace.command(*against, "psgrad-baseline.json").code == 0
+    workplace.command(*against, "nowhere.json").refused(2, "there is no baseline nowhere.json")
 
 
 def test_the_files_of_a_gate_are_relative_to_the_config(workplace: Workplace) -> None:

@@ -43,8 +43,7 @@ def report(private: PrivateWorkplace, *options: str) -> Outcome:
 
 
 def told(private: PrivateWorkplace) -> dict[str, Any]:
-    outcome = report(private, "--json")
-    assert outcome.code == 0, outcome.err
+    outcome = report(private, "--json").succeeded()
     content: dict[str, Any] = json.loads(outcome.out)
     return content
 

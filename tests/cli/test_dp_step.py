@@ -13,10 +13,10 @@ import dp_accounting
 import pytest
 from dp_accounting import pld, rdp
 
-from psgrad.cli import main
 from psgrad.run.results import Progress
 from tests.cli.conftest import stand_in
 from tests.reports import private_runs
+from tests.workplace import Outcome
 
 Install = Callable[..., None]
 
@@ -32,21 +32,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     return install
 
 
-@pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["psgrad", "dp-step", *map(str, arguments)])
-        with pytest.raises(SystemExit) as leave:
-            main()
-        assert isinstance(leave.value.code, int)
-        return (leave.value.code, *capfd.readouterr())
-
-    return run
-
-
-Run = Callable[..., tuple[int, str, str]]
+Run = Callable[..., Outcome]
 
 
 def taken(config: Any, *, progress: Callable[[Progress], None], **options: Any) -> Any:
@@ -57,21 +43,19 @@ def taken(config: Any, *, progress: Callable[[Progress], None], **options: Any) 
 
 def test_what_is_public_goes_to_stdout_and_words_to_stderr(config: Path, install: Install, run: Run) -> None:
     install(dp_step=taken)
-    code, out, err = run(config)
-    assert code == 0
-    lines = out.splitlines()
+    ended = run("dp-step", config)
+    assert ended.code == 0
+    lines = ended.out.splitlines()
     assert lines[0] == "privacy spent  epsilon 1.101 (PLD), 1.235 (RDP) at delta 1e-5"
     assert lines[-1] == "runs/private"
-    assert "a note" in err
-    assert "steps: 120/120 steps" in err
-    assert "epsilon 1.235 (RDP, delta 1e-5)" in err
-    assert "clip fraction" not in out + err
+    for words in ("a note", "steps: 120/120 steps", "epsilon 1.235 (RDP, delta 1e-5)"):
+        assert words in ended.err
+    assert "clip fraction" not in ended.out + ended.err
 
 
 def test_json_is_one_object_of_public_things(config: Path, install: Install, run: Run) -> None:
     install(dp_step=taken)
-    _, out, _ = run(config, "--json")
-    assert json.loads(out) == json.loads(json.dumps(private_runs.step()))
+    assert json.loads(run("dp-step", config, "--json").out) == json.loads(json.dumps(private_runs.step()))
 
 
 def test_options_reach_the_workflow(config: Path, install: Install, run: Run, tmp_path: Path) -> None:
@@ -82,35 +66,25 @@ def test_options_reach_the_workflow(config: Path, install: Install, run: Run, tm
         return private_runs.result()
 
     install(dp_step=dp_step)
-    assert run(config)[0] == 0
+    assert run("dp-step", config).code == 0
     assert (seen["steps"], seen["resume"], seen["insecure_deterministic"]) == (1, False, False)
     output = tmp_path / "elsewhere"
-    done = run(
-        config,
-        "--steps",
-        20,
-        "--resume",
-        "--insecure-deterministic",
-        "--output",
-        output,
-        "--set",
-        "engine.chunk_size=8",
-    )
-    assert done[0] == 0, done[2]
+    options = ("--steps", 20, "--resume", "--insecure-deterministic", "--output", output)
+    run("dp-step", config, *options, "--set", "engine.chunk_size=8").succeeded()
     assert (seen["steps"], seen["resume"], seen["insecure_deterministic"]) == (20, True, True)
     assert (seen["config"].output, seen["config"].engine.chunk_size) == (output, 8)
-    assert run(config, "--steps", "all")[0] == 0
+    assert run("dp-step", config, "--steps", "all").code == 0
     assert seen["steps"] == "all"
     for wrong in ("0", "-1", "1.5", "some"):
-        assert run(config, "--steps", wrong)[0] == 2
+        assert run("dp-step", config, "--steps", wrong).code == 2
 
 
 def test_a_plan_takes_no_step(config: Path, install: Install, run: Run) -> None:
     install(dp_plan=lambda config, **options: private_runs.plan())
-    code, out, _ = run(config, "--plan")
-    assert code == 0
-    assert "* configured" in out
-    plan = json.loads(run(config, "--plan", "--json")[1])
+    ended = run("dp-step", config, "--plan")
+    assert ended.code == 0
+    assert "* configured" in ended.out
+    plan = json.loads(run("dp-step", config, "--plan", "--json").out)
     assert len(plan["plans"]) == 5
 
 
@@ -132,9 +106,9 @@ def test_a_plan_is_what_dp_accounting_says_and_needs_neither_model_nor_data(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config.write_text(config.read_text() + PLANNED)
-    code, out, err = run(config, "--plan", "--json")
-    assert (code, err) == (0, "")
-    told = json.loads(out)
+    ended = run("dp-step", config, "--plan", "--json")
+    assert (ended.code, ended.err) == (0, "")
+    told = json.loads(ended.out)
     assert (told["sensitivity"], told["relation"], told["unit"]) == (0.5, "add_or_remove_one", "one row")
     assert [plan["noise_multiplier"] for plan in told["plans"] if plan["configured"]] == [1.25]
     for plan in told["plans"]:
@@ -158,9 +132,9 @@ def test_a_plan_is_what_dp_accounting_says_and_needs_neither_model_nor_data(
 @pytest.mark.parametrize("option", ["--resume", "--processes"])
 def test_a_plan_goes_with_no_option_of_a_run(config: Path, install: Install, run: Run, option: str) -> None:
     install()
-    code, out, err = run(config, "--plan", option, *(["2"] if option == "--processes" else []))
-    assert (code, out) == (2, "")
-    assert err.splitlines() == [
+    ended = run("dp-step", config, "--plan", option, *(["2"] if option == "--processes" else []))
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.splitlines() == [
         f"error: --plan was given together with {option}",
         "  hint: leave one of them out",
     ]

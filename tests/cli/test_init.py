@@ -4,17 +4,19 @@ anything away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
 
-from psgrad.cli import main
 from psgrad.config import Config
 from psgrad.config.schema import commented
 from psgrad.config.values import ConfigSection
 from psgrad.yaml12 import parse
+from tests.workplace import Outcome
+
+Run = Callable[..., Outcome]
 
 KINDS = ("image", "tabular", "text")
 LEAST: dict[str, Any] = {
@@ -24,14 +26,6 @@ LEAST: dict[str, Any] = {
     "data": {"path": "rows.csv", "inputs": "x", "target": "y"},
     "output": "out",
 }
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr("sys.argv", ["psgrad", *map(str, arguments)])
-    with pytest.raises(SystemExit) as leave:
-        main()
-    assert isinstance(leave.value.code, int)
-    return leave.value.code
 
 
 def keys_of(section: type[ConfigSection], above: str = "") -> Iterator[str]:
@@ -89,56 +83,44 @@ def test_a_commented_config_says_what_each_key_means() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_is_right(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_what_is_written_is_right_and_runs(
+    kind: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, "init", "new", "--kind", kind) == 0
-    out, err = capfd.readouterr()
+    written = run("init", "new", "--kind", kind)
+    assert written.code == 0
     folder = tmp_path / "new"
-    assert sorted(out.split()) == sorted(str(path.relative_to(tmp_path)) for path in folder.iterdir())
-    assert "psgrad validate new/psgrad.yaml" in err
+    assert sorted(written.out.split()) == sorted(str(path.relative_to(tmp_path)) for path in folder.iterdir())
+    assert "psgrad validate new/psgrad.yaml" in written.err
+    assert written.err.count("\n") == 1  # what to do next
+    assert run("validate", "new/psgrad.yaml").code == 0
 
-    assert run(monkeypatch, "validate", "new/psgrad.yaml") == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_runs_as_written(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, "init", "--kind", kind) == 0
-    assert run(monkeypatch, "analyze", "psgrad.yaml", "--no-report", "--limit", "64", "-q") == 0
-    out, err = capfd.readouterr()
-    assert err.count("\n") == 1  # what init says to do next
-    assert out.splitlines()[-1].startswith("runs/")
+    monkeypatch.chdir(folder)
+    ended = run("analyze", "psgrad.yaml", "--no-report", "--limit", "64", "-q")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.splitlines()[-1].startswith("runs/")
 
 
 @pytest.mark.parametrize("name", ["model.py", "digits.npz", "psgrad.yaml"])
-def test_init_replaces_no_file(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_init_replaces_no_file(name: str, tmp_path: Path, run: Run) -> None:
     mine = tmp_path / name
     mine.write_text("mine")
-    assert run(monkeypatch, "init", tmp_path) == 2
-    err = capfd.readouterr().err
-    assert f"has {name} already; nothing was written" in err
-    assert "--overwrite" not in err
+    ended = run("init", tmp_path)
+    assert ended.code == 2
+    assert f"has {name} already; nothing was written" in ended.err
+    assert "--overwrite" not in ended.err
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert mine.read_text() == "mine"
-    assert run(monkeypatch, "init", tmp_path, "--overwrite") == 2
+    assert run("init", tmp_path, "--overwrite").code == 2
     assert mine.read_text() == "mine"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_init_writes_a_short_config_and_all_keys_with_full(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_init_writes_a_short_config_and_all_keys_with_full(kind: str, tmp_path: Path, run: Run) -> None:
     texts = []
     for option in ([], ["--full"]):
         folder = tmp_path / f"new{len(option)}"
-        assert run(monkeypatch, "init", folder, "--kind", kind, *option) == 0
+        assert run("init", folder, "--kind", kind, *option).code == 0
         texts.append((folder / "psgrad.yaml").read_text(encoding="utf-8"))
     short, full = texts
     assert len(short.splitlines()) <= 20
@@ -146,23 +128,16 @@ def test_init_writes_a_short_config_and_all_keys_with_full(
     assert set(keys_of(Config)) <= set(keys_in(uncommented(full)))
 
 
-def test_a_file_in_the_way_of_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_in_the_way_of_the_folder(tmp_path: Path, run: Run) -> None:
     (tmp_path / "file").write_text("")
     for place in ("file", "file/below"):
-        assert run(monkeypatch, "init", tmp_path / place) in (2, 3)
-        err = capfd.readouterr().err
-        assert "hint: name another folder" in err
-        assert "Traceback" not in err
+        ended = run("init", tmp_path / place)
+        assert ended.code in (2, 3)
+        ended.refused(ended.code, "hint: name another folder")
 
 
-def test_a_kind_is_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kind_is_no_folder(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, "init", Path("tabular")) == 2
-    err = capfd.readouterr().err
-    assert "names a folder, and tabular is a kind of samples" in err
-    assert "hint: psgrad init --kind tabular, or a folder of another name" in err
+    words = ("names a folder, and tabular is a kind of samples", "psgrad init --kind tabular, or a folder of")
+    run("init", "tabular").refused(2, words[0], f"hint: {words[1]} another name")
     assert list(tmp_path.iterdir()) == []

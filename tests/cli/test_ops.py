@@ -6,30 +6,23 @@ import json
 
 import pytest
 
-from psgrad.cli import main
 from psgrad.engine.transforms.rules.registry import Coverage, coverage
 
 
 @pytest.fixture
-def ops(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """ops(*arguments) runs the command: exit code, stdout, stderr."""
-
-    def run(*arguments: str) -> tuple[object, str, str]:
-        monkeypatch.setattr("sys.argv", ["psgrad", "ops", *arguments])
-        with pytest.raises(SystemExit) as leave:
-            main()
-        return leave.value.code, *capsys.readouterr()
-
-    return run
+def ops(run):
+    """ops(*arguments) runs the command."""
+    return lambda *arguments: run("ops", *arguments)
 
 
 def test_ops_has_the_whole_table(ops) -> None:
-    code, out, err = ops()
-    assert code == 0
-    rows = [tuple(part.strip() for part in line.split("  ") if part.strip()) for line in out.splitlines()]
+    ended = ops()
+    assert ended.code == 0
+    lines = ended.out.splitlines()
+    rows = [tuple(part.strip() for part in line.split("  ") if part.strip()) for line in lines]
     assert rows == [Coverage._fields, *coverage()]
-    assert err.startswith(f"{len(coverage()):,} operators; VJP: ")
-    assert json.loads(ops("--json")[1]) == [each._asdict() for each in coverage()]
+    assert ended.err.startswith(f"{len(coverage()):,} operators; VJP: ")
+    assert json.loads(ops("--json").out) == [each._asdict() for each in coverage()]
 
 
 @pytest.mark.parametrize(
@@ -42,15 +35,10 @@ def test_ops_has_the_whole_table(ops) -> None:
     ],
 )
 def test_a_pattern_picks_operators(ops, pattern: str, expected: set[str]) -> None:
-    code, out, _ = ops(pattern, "--json")
-    assert code == 0
-    assert {each["operator"] for each in json.loads(out)} == expected
+    ended = ops(pattern, "--json")
+    assert ended.code == 0
+    assert {each["operator"] for each in json.loads(ended.out)} == expected
 
 
 def test_a_pattern_that_fits_nothing_is_reported(ops) -> None:
-    code, out, err = ops("softmacks")
-    assert code == 2
-    assert out == ""
-    assert "softmacks" in err
-    assert "hint" in err
-    assert "Traceback" not in err
+    ops("softmacks").refused(2, "softmacks", "hint")

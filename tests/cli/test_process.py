@@ -40,25 +40,36 @@ def _start(config: Path, body: str) -> subprocess.Popen[str]:
     return subprocess.Popen(arguments, cwd=config.parent, text=True, **pipes)
 
 
+def ended(arguments: list[str], names: tuple[str, ...], folder: Path | None = None) -> tuple[str, str, str]:
+    """What `psgrad` with these arguments writes to stdout and to stderr, in a process of its own; and its
+    exit code, which of the modules it has loaded, and whether the collector leaves what it imported alone.
+    """
+    script = f"""
+        import gc, sys
+        from psgrad.cli import main
+        sys.argv = ["psgrad", *{arguments!r}]
+        try:
+            main()
+        except SystemExit as left:
+            alone = gc.get_freeze_count() > len(gc.get_objects())
+            loaded = [name for name in {names!r} if name in sys.modules]
+            print("ENDED", left.code, loaded, alone, file=sys.stderr)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    words, _, end = done.stderr.rpartition("ENDED ")
+    return done.stdout, words, end.strip()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--help"], ["analyze", "--help"], ["influence", "index", "--help"], ["ops", "--help"], ["--version"]],
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
-    script = f"""
-        import sys
-        from psgrad.cli import main
-        sys.argv = ["psgrad", *{arguments!r}]
-        try:
-            main()
-        finally:
-            print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout
-    assert done.stderr.strip() == "[]"
+    out, err, end = ended(arguments, HEAVY)
+    assert out
+    assert err == ""
+    assert end.startswith("0 []")
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +93,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_what_needs_no_model_loads_no_torch(begun: Path, arguments: list[str]) -> None:
-    script = f"""
-        import sys
-        from psgrad.cli import main
-        sys.argv = ["psgrad", *{arguments!r}]
-        try:
-            main()
-        except SystemExit:
-            print("LOADED", [name for name in {HEAVIEST!r} if name in sys.modules], file=sys.stderr)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=begun, capture_output=True, text=True, check=True
-    )
-    assert done.stderr.splitlines()[-1] == "LOADED []"
+    assert " [] " in ended(arguments, HEAVIEST, begun)[2]
 
 
 COMMANDS = (
@@ -114,20 +113,9 @@ def test_output_that_is_there_is_refused_before_imports(
 ) -> None:
     (begun / output).mkdir(exist_ok=True)
     (begun / output / "mine.txt").write_text("mine")
-    script = f"""
-        import sys
-        from psgrad.cli import main
-        sys.argv = ["psgrad", *{arguments!r}, "--set", "output=out"]
-        try:
-            main()
-        except SystemExit as left:
-            print(left.code, [name for name in {HEAVIEST!r} if name in sys.modules], file=sys.stderr)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=begun, capture_output=True, text=True, check=True
-    )
-    assert "is not empty" in done.stderr
-    assert done.stderr.splitlines()[-1] == "2 []"
+    _, err, end = ended([*arguments, "--set", "output=out"], HEAVIEST, begun)
+    assert "is not empty" in err
+    assert end.startswith("2 []")
 
 
 # What a run without measures has no use for. sympy is not listed: PyTorch 2.13 imports it itself, for the
@@ -141,21 +129,9 @@ def test_analyze_loads_neither_the_compiler_nor_what_it_has_no_use_for(
     name: str, rows: int, tmp_path: Path
 ) -> None:
     arguments = ["analyze", f"configs/{name}.yaml", "--limit", str(rows), "--output", str(tmp_path / "out")]
-    script = f"""
-        import gc, sys
-        from psgrad.cli import main
-        sys.argv = ["psgrad", *{arguments!r}]
-        try:
-            main()
-        finally:
-            left_alone = gc.get_freeze_count() > len(gc.get_objects())
-            print("LOADED", [name for name in {UNUSED!r} if name in sys.modules], left_alone, file=sys.stderr)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    end = ended(arguments, UNUSED, ROOT)[2]
     assert (tmp_path / "out" / "report.html").exists()
-    assert done.stderr.splitlines()[-1] == "LOADED [] True", "the collector walks over what is imported"
+    assert end == "0 [] True", "the collector walks over what is imported"
 
 
 # What the import of typer and rich takes on a quiet machine, in seconds of the processor.
@@ -240,10 +216,13 @@ def test_help_has_every_command_on_one_screen() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
+SIGNALS = pytest.mark.parametrize(
     ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
+
+
+@pytest.mark.long
+@SIGNALS
 def test_signals_end_the_run_with_a_word(config: Path, number: signal.Signals, code: int, word: str) -> None:
     process = _start(config, "time.sleep(60)")
     assert process.stderr is not None
@@ -256,9 +235,7 @@ def test_signals_end_the_run_with_a_word(config: Path, number: signal.Signals, c
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
-)
+@SIGNALS
 def test_a_signal_during_an_import_is_not_swallowed(
     config: Path, number: signal.Signals, code: int, word: str
 ) -> None:

@@ -37,8 +37,7 @@ def test_the_report_made_again_is_the_same_byte_for_byte(workplace: Workplace) -
     (run / "report.html").unlink()
     for plot in (run / "plots").iterdir():
         plot.unlink()
-    outcome = workplace.command("report", "out")
-    assert outcome.code == 0, outcome.err
+    outcome = workplace.command("report", "out").succeeded()
     assert Path(outcome.out.strip()) == Path("out/report.html")
     assert _files(run) == before
 
@@ -47,8 +46,7 @@ def test_the_report_made_again_is_the_same_byte_for_byte(workplace: Workplace) -
 def test_another_folder_takes_the_report_and_the_run_stays_as_it_was(workplace: Workplace) -> None:
     workplace.succeeded()
     before = _files(workplace.folder / "out")
-    outcome = workplace.command("report", "out", "--output", "elsewhere/deep")
-    assert outcome.code == 0, outcome.err
+    workplace.command("report", "out", "--output", "elsewhere/deep").succeeded()
     assert _files(workplace.folder / "out") == before
     written = _files(workplace.folder / "elsewhere" / "deep")
     assert written == {

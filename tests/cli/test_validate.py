@@ -31,8 +31,7 @@ def refused(workplace: Workplace, code: int, *words: str, options: tuple[str, ..
 
 
 def test_validate_says_what_it_found_and_writes_nothing(workplace: Workplace) -> None:
-    outcome = validated(workplace)
-    assert outcome.code == 0, outcome.err
+    outcome = validated(workplace).succeeded()
     inputs, target = torch.from_numpy(workplace.arrays["x"]), torch.from_numpy(workplace.arrays["y"])
     losses = torch.nn.functional.cross_entropy(workplace.model(inputs), target, reduction="none")
     assert f"losses: {losses.min():.4g} to {losses.max():.4g} over {ROWS} rows" in outcome.out

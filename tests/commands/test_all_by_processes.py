@@ -143,15 +143,7 @@ def assert_same_scores(folder: Path, bound: float) -> None:
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[SWEPT] * (name != "ekfac")) for name in INFLUENCE]
 )
-def test_every_method_by_processes(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    method: str,
-    count: int,
-) -> None:
-    place = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    place.prepare()
+def test_every_method_by_processes(place: InfluenceWorkplace, method: str, count: int) -> None:
     place.config["engine"] = {"chunk_size": 4, "dtype": "float64"}
     place.config["influence"] |= {"method": INFLUENCE[method]}
     if method == "tracin":  # which is about a run
@@ -159,4 +151,4 @@ def test_every_method_by_processes(
         paths = ("model.safetensors", "later.safetensors")
         place.config["influence"]["checkpoints"] = [{"path": path, "learning_rate": 0.1} for path in paths]
     run_both(place, count, "influence", "config.yaml", "--no-report")
-    assert_same_scores(tmp_path, 1e-6)
+    assert_same_scores(place.folder, 1e-6)

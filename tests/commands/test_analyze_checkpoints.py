@@ -23,14 +23,16 @@ MEASURES = ["trajectory", "grand", "el2n_over_checkpoints", "forgetting", "vog"]
 FILES = ["first.safetensors", "second.safetensors", "third.safetensors"]
 
 
+def weights(seed: int, hidden: int = 5) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 3)).state_dict()
+
+
 @pytest.fixture
 def training(workplace: Workplace) -> Workplace:
     """A workplace with three checkpoints and all measures over them."""
     for seed, name in enumerate(FILES):
-        torch.manual_seed(10 + seed)
-        save_file(
-            nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict(), workplace.folder / name
-        )
+        save_file(weights(10 + seed), workplace.folder / name)
     workplace.config["analyze"] = {"checkpoints": list(FILES), "measures": list(MEASURES)}
     return workplace
 
@@ -44,16 +46,8 @@ def measures(training: Workplace, output: str = "out") -> dict[str, Any]:
 def test_one_run_tells_all_that_measures_over_checkpoints_say(training: Workplace) -> None:
     training.succeeded("--no-report")
     frame, said = training.samples(), measures(training)
-    assert {
-        "grand",
-        "grand_std",
-        "el2n_mean",
-        "vog",
-        "vog_z",
-        "forgetting_events",
-        "mean_confidence",
-        "loss_slope",
-    } <= set(frame.columns)
+    columns = {"grand", "grand_std", "el2n_mean", "vog", "vog_z", "forgetting_events", "mean_confidence"}
+    assert {*columns, "loss_slope"} <= set(frame.columns)
     assert not [name for name in frame.columns if name.startswith(("moments", "vog."))]
     assert said["moments"]["numbers"]["checkpoints"] == FILES
     for measure in MEASURES:
@@ -85,10 +79,7 @@ def test_measures_over_checkpoints_need_some(training: Workplace) -> None:
 
 
 def test_the_same_weights_twice_are_refused(training: Workplace) -> None:
-    torch.manual_seed(10)
-    torch.save(
-        nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict(), training.folder / "copy.pt"
-    )
+    torch.save(weights(10), training.folder / "copy.pt")
     training.config["analyze"]["checkpoints"].append("copy.pt")
     training.refused(
         2, "the checkpoints first.safetensors and copy.pt hold the same weights", "it would count double"
@@ -96,9 +87,7 @@ def test_the_same_weights_twice_are_refused(training: Workplace) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_any_work(training: Workplace) -> None:
-    save_file(
-        nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).state_dict(), training.folder / FILES[1]
-    )
+    save_file(weights(0, hidden=6), training.folder / FILES[1])
     training.refused(3, FILES[1])
     assert not (training.folder / "out").exists()
 
@@ -122,14 +111,10 @@ def test_a_run_that_was_stopped_goes_on_at_the_checkpoint_it_had_come_to(
     assert asked == FILES[:2]
     training.succeeded("--resume", "--no-report")
     assert asked[2:4] == FILES[1:]  # the first has passed, and is not asked again before the pass of vog
-    for name in (
-        "samples.parquet",
-        "measures/trajectory.safetensors",
-        "measures/trajectory.checkpoints.parquet",
-    ):
-        assert (training.folder / "out" / name).read_bytes() == (
-            training.folder / "whole" / name
-        ).read_bytes()
+    measured = ("trajectory.safetensors", "trajectory.checkpoints.parquet")
+    for name in ("samples.parquet", *(f"measures/{each}" for each in measured)):
+        found, expected = (training.folder / run / name for run in ("out", "whole"))
+        assert found.read_bytes() == expected.read_bytes()
 
 
 @pytest.mark.long
@@ -144,9 +129,7 @@ def test_a_run_does_not_go_on_with_other_checkpoints(
     monkeypatch.setattr(moments, "_objective", stopping)
     assert training.analyze().code == 130
     monkeypatch.setattr(moments, "_objective", plain)
-    save_file(
-        nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict(), training.folder / FILES[1]
-    )
+    save_file(weights(0), training.folder / FILES[1])
     training.refused(
         2, "was begun with something else", "analyze.checkpoints (their content)", options=("--resume",)
     )

@@ -60,8 +60,7 @@ def test_manifest_and_page_say_what_bfloat16_costs(
 ) -> None:
     path = write(tmp_path, "bfloat16")
     count = len(CASE.rows)
-    outcome = analyzed(path, monkeypatch, capfd, "--set", f"engine.verify={count}")
-    assert outcome.code == 0, outcome.err
+    outcome = analyzed(path, monkeypatch, capfd, "--set", f"engine.verify={count}").succeeded()
     exact = CASE.norms(tmp_path).numpy()  # in float64, by transformers
     apart = np.abs(pd.read_parquet(tmp_path / "run" / "samples.parquet")["grad_norm"] / exact - 1).max()
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())

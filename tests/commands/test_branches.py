@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.influence_workplace import InfluenceWorkplace
+from tests.private_workplace import PRIVACY
 from tests.workplace import Workplace
 
 MODEL = """\
@@ -111,27 +112,17 @@ def test_influence_model_that_branches_on_data(
     influence_place.section["method"] = method
     for each in (model, "selecting"):
         use(influence_place, each)
-        outcome = influence_place.influence("--no-report")
-        assert outcome.code == 0, outcome.err
+        influence_place.influence("--no-report").succeeded()
     assert_same_tables(influence_place, model, "self_influence", "scores")
 
 
 def test_dp_step_model_that_sends_nothing_to_a_layer(workplace: Workplace) -> None:
-    workplace.config["privacy"] = {
-        "delta": 1e-3,
-        "clipping": {"norm": 1.0},
-        "noise": {"multiplier": 1.0, "seed": 3},
-        "expected_batch_size": 8,
-        "sampling": {"scheme": "poisson", "sample_rate": 0.3},
-        "steps": 2,
-        "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
-    }
+    workplace.config["privacy"] = PRIVACY | {"steps": 2, "noise": {"multiplier": 1.0, "seed": 3}}
     released = []
     for model in ("routed", "selecting"):
         use(workplace, model)
         (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
-        outcome = workplace.command("dp-step", "config.yaml", "--steps", "all", "--insecure-deterministic")
-        assert outcome.code == 0, outcome.err
+        workplace.command("dp-step", "config.yaml", "--steps", "all", "--insecure-deterministic").succeeded()
         weights = workplace.folder / model / "public" / "model.safetensors"
         released.append(load_file(weights))
     torch.testing.assert_close(*released)

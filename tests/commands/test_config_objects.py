@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import psgrad
+from tests.private_workplace import PRIVACY
 from tests.workplace import ROWS, Workplace
 
 
@@ -85,16 +86,7 @@ def test_influence_and_dp_step_and_plan_of_objects(workplace: Workplace) -> None
         )
     assert found.queries["measurement"].to_numpy() == pytest.approx(losses.numpy(), rel=1e-5)
     assert psgrad.plan(**objects).rows == ROWS
-    privacy = {
-        "steps": 2,
-        "expected_batch_size": 12,
-        "delta": 0.01,
-        "sampling": {"scheme": "poisson", "sample_rate": 12 / ROWS},
-        "clipping": {"norm": 1.0},
-        "noise": {"multiplier": 2.0},
-        "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
-    }
-    step = psgrad.dp_step({"privacy": privacy}, steps="all", **objects)
+    step = psgrad.dp_step({"privacy": {**PRIVACY, "steps": 2}}, steps="all", **objects)
     assert len(step.steps) == 2
     assert (step.folder / "public" / "model.safetensors").exists()
 
@@ -103,6 +95,7 @@ def test_influence_and_dp_step_and_plan_of_objects(workplace: Workplace) -> None
     ("objects", "words"),
     [
         ({"data": 3}, "data is of type int"),
+        ({"data": DataLoader(TensorDataset(torch.ones(2, 4)))}, r"data=loader\.dataset"),
         ({"data": (np.ones((3, 4)), np.ones(2))}, "the arrays have 3, 2 rows"),
         ({"loss": nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss"),
         ({"model": 3}, "model is of type int"),
@@ -116,12 +109,6 @@ def test_objects_that_do_not_fit_are_reported(
     given = {"model": workplace.model, "data": TensorDataset(*tensors_of(workplace)), "loss": plain_loss}
     with pytest.raises(psgrad.PsgradError, match=words):
         psgrad.analyze(**{**given, **objects})
-
-
-def test_loader_is_refused_by_the_name_of_its_dataset(workplace: Workplace) -> None:
-    loader = DataLoader(TensorDataset(*tensors_of(workplace)))
-    with pytest.raises(psgrad.PsgradError, match=r"data=loader\.dataset"):
-        psgrad.analyze(model=workplace.model, data=loader, loss=plain_loss)
 
 
 def test_run_of_objects_is_judged_again_but_not_run_again(workplace: Workplace) -> None:

@@ -66,8 +66,7 @@ def test_index_update_answers_as_a_new_index(place: InfluenceWorkplace, change: 
     with_rows(place, rows)
     place.influence().refused(3, "let it follow its data: psgrad influence index CONFIG --update")
     before = shards_of(place)
-    updated = place.index("--update")
-    assert updated.code == 0, updated.err
+    updated = place.index("--update").succeeded()
     assert f"{len(rows) - added} rows are kept, {added} are added, and {deleted} are deleted" in updated.err
     after = shards_of(place)
     assert len(after) == 4 + -(-added // 7)

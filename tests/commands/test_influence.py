@@ -16,18 +16,6 @@ from tests.engine.influence.problems import SoftmaxRegression
 from tests.influence_workplace import QUERIES, InfluenceWorkplace, loop_of_gradients
 from tests.workplace import CLASSES, FEATURES, ROWS
 
-
-@pytest.fixture
-def place(
-    request: pytest.FixtureRequest, influence_place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> InfluenceWorkplace:
-    if "report" not in request.keywords:  # drawing takes longer than all the rest
-        monkeypatch.setattr(
-            "psgrad.reports.influence_page.write_influence_report", lambda result, write: None
-        )
-    return influence_place
-
-
 # -- What comes out ------------------------------------------------------------------------------------------
 
 
@@ -62,10 +50,7 @@ def test_the_files_of_a_run(place: InfluenceWorkplace) -> None:
     assert matrix["train_index"].tolist() == list(range(ROWS))
     assert matrix["query_index"].tolist() == list(range(QUERIES))
     assert len(pd.read_csv(folder / "scores.csv")) == len(ranked)
-    training, queries = (
-        pd.read_parquet(folder / "self_influence.parquet"),
-        pd.read_parquet(folder / "queries.parquet"),
-    )
+    training, queries = place.table("self_influence"), place.table("queries")
     own = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"]).square().sum(1).numpy()
     np.testing.assert_allclose(training["self_influence"], own, rtol=1e-4)
     np.testing.assert_allclose(training["grad_norm"] ** 2, own, rtol=1e-4)
@@ -74,9 +59,7 @@ def test_the_files_of_a_run(place: InfluenceWorkplace) -> None:
     losses = torch.nn.functional.cross_entropy(logits, torch.tensor(place.queries["y"]), reduction="none")
     np.testing.assert_allclose(queries["measurement"], losses.detach(), rtol=1e-4)
     assert queries["prediction"].tolist() == logits.argmax(1).tolist()
-    assert {path.name for path in (folder / "plots").iterdir()} >= {
-        "score_distributions.png",
-    }
+    assert "score_distributions.png" in {path.name for path in (folder / "plots").iterdir()}
     assert "<html" in (folder / "report.html").read_text()
 
 
@@ -126,10 +109,10 @@ def test_queries_in_small_blocks_are_ranked_as_at_once(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matrix = place.matrix()["scores"]
-    at_once = pd.read_parquet(place.folder / "out" / "scores.parquet")
+    at_once = place.table("scores")
     monkeypatch.setattr("psgrad.commands.influence_scores.queries_at_once", lambda setup: 2)
     np.testing.assert_allclose(place.matrix()["scores"], matrix, rtol=1e-5, atol=1e-9)
-    in_blocks = pd.read_parquet(place.folder / "out" / "scores.parquet")
+    in_blocks = place.table("scores")
     pd.testing.assert_frame_equal(at_once, in_blocks, rtol=1e-5, atol=1e-9)
 
 
@@ -189,7 +172,7 @@ def test_two_checkpoints_are_not_the_first_one_twice(place: InfluenceWorkplace) 
     influence = place.manifest()["influence"]
     assert influence["unit"].startswith("relative, no unit: the mean over checkpoints")
     assert influence["predicts_removal"] is False
-    queries = pd.read_parquet(place.folder / "out" / "queries.parquet")
+    queries = place.table("queries")
     expected = [np.corrcoef(*(each[:, query] for each in matrices[:2]))[0, 1] for query in range(5)]
     np.testing.assert_allclose(queries["agreement"], expected, rtol=1e-4)
 
@@ -205,8 +188,7 @@ def with_index(place: InfluenceWorkplace, **options: Any) -> None:
 def test_an_index_answers_as_the_data_do(place: InfluenceWorkplace) -> None:
     without = place.ranked()
     with_index(place)
-    built = place.index()
-    assert built.code == 0, built.err
+    built = place.index().succeeded()
     assert built.out.strip() == "index"
     (place.folder / "data.npz").touch()
     pd.testing.assert_frame_equal(place.ranked("--overwrite"), without, rtol=1e-4, atol=1e-6)
@@ -242,8 +224,7 @@ def test_rows_that_are_not_finite_are_named_left_out_and_counted(place: Influenc
     x[[3, 8], 0], xq[1, 0] = np.nan, np.inf
     place.save(x=x)
     place.save_queries(x=xq)
-    outcome = place.influence("--matrix")
-    assert outcome.code == 0, outcome.err
+    outcome = place.influence("--matrix").succeeded()
     assert "excluded 2 of 24 training examples" in outcome.err
     assert "not finite: row-03, row-08" in outcome.err
     assert "excluded 1 of 5 queries, whose loss or gradient is not finite: query-1" in outcome.err
@@ -255,10 +236,10 @@ def test_rows_that_are_not_finite_are_named_left_out_and_counted(place: Influenc
     assert np.isfinite(matrix["scores"]).all()
     expected = place.products()[np.ix_(matrix["train_index"], matrix["query_index"])]
     np.testing.assert_allclose(matrix["scores"], expected, rtol=1e-4, atol=1e-6)
-    training = pd.read_parquet(place.folder / "out" / "self_influence.parquet")
+    training = place.table("self_influence")
     assert training.loc[training["status"] == "nonfinite", "index"].tolist() == [3, 8]
     assert training.loc[[3, 8], "overall"].isna().all()
-    ranked = pd.read_parquet(place.folder / "out" / "scores.parquet")
+    ranked = place.table("scores")
     assert not set(ranked["train_index"]) & {3, 8}
     assert set(ranked["query_id"]) == {"query-0", "query-2", "query-3", "query-4", "(all)"}
 
@@ -300,8 +281,13 @@ def test_queries_without_any_score_are_reported(place: InfluenceWorkplace) -> No
         ({}, {"y": np.array([0, 1, 7, 0, 1])}, 3, "the queries: row 2 has the label 7"),
         ({"queries": {"rows": [0, 24]}}, {}, 2, "influence.queries.rows names row 24"),
         ({"parameters": ["head.*"]}, {}, 2, "influence.parameters: no parameter matches 'head.*'"),
+        ({"groups": "dok"}, {}, 2, "dok"),
+        ({"contrast": [["query-3", "query-9"]]}, {}, 2, "influence.contrast names 'query-9'"),
+        ({"contrast": [["query-3", "query-9"]]}, {}, 2, "did you mean query-"),
+        ({"contrast": [["query-3", "query-3"]]}, {}, 2, "compares the query 'query-3' with itself"),
+        ({"contrast": []}, {}, 2, "contrast is an empty list"),
     ],
-    ids=["model fails", "label", "row", "parameters"],
+    ids=["model fails", "label", "row", "parameters", *(f"question {number}" for number in range(5))],
 )
 def test_influence_refused(
     place: InfluenceWorkplace, section: dict[str, Any], queries: dict[str, Any], code: int, words: str
@@ -388,8 +374,7 @@ def test_weight_decay_that_the_config_leaves_out_is_estimated_and_used(place: In
     """Predicted, found and retrained agree; with the one that the config names nothing is replaced."""
     truth = convex(place)
     place.section["method"] = "influence"
-    outcome = place.influence()
-    assert outcome.code == 0, outcome.err
+    outcome = place.influence().succeeded()
     assert "weights are at a minimum with weight_decay 0.0500" in outcome.err
     assert "cosine 1.000): used" in outcome.err
     said = place.manifest()["influence"]
@@ -408,8 +393,7 @@ def test_weight_decay_that_the_config_leaves_out_is_estimated_and_used(place: In
 def test_weight_decay_that_the_config_names_stays(place: InfluenceWorkplace, named: float) -> None:
     convex(place)
     place.section["method"] = {"name": "influence", "weight_decay": named}
-    outcome = place.influence()
-    assert outcome.code == 0, outcome.err
+    outcome = place.influence().succeeded()
     other = f"and the config names {named:g}, which is used" in outcome.err
     assert other == (named != 0.0501)
     said = place.manifest()["influence"]
@@ -431,7 +415,7 @@ def test_scores_are_written_before_the_check_and_stay_when_it_is_interrupted(
     outcome = place.influence("--overwrite")
     assert outcome.code == 130
     assert "all scores are written to out; the check of the largest ones was interrupted" in outcome.err
-    pd.testing.assert_frame_equal(pd.read_parquet(place.folder / "out" / "scores.parquet"), expected)
+    pd.testing.assert_frame_equal(place.table("scores"), expected)
     manifest = place.manifest()
     assert manifest["state"] == "interrupted"
     assert manifest["influence"]["fit"][0]["solver"] == "exact"
@@ -456,8 +440,7 @@ def test_scores_are_written_before_the_check_and_stay_when_it_is_interrupted(
 )
 def test_scores_that_are_no_amounts_say_so_everywhere(place: InfluenceWorkplace, method: Any) -> None:
     place.section["method"] = method
-    outcome = place.influence()
-    assert outcome.code == 0, outcome.err
+    outcome = place.influence().succeeded()
     assert "unit: relative, no unit" in outcome.out
     assert "nats" not in outcome.out
     folder = place.folder / "out"
@@ -473,8 +456,7 @@ def test_scores_that_are_no_amounts_say_so_everywhere(place: InfluenceWorkplace,
 def test_amounts_of_a_network_at_no_minimum_are_marked(place: InfluenceWorkplace) -> None:
     for method in ("influence", {"name": "influence", "solver": "conjugate_gradient"}):
         place.section["method"] = method
-        outcome = place.influence("--overwrite")
-        assert outcome.code == 0, outcome.err
+        outcome = place.influence("--overwrite").succeeded()
         assert "in nats (uncalibrated), if the training example were removed" in outcome.out
         assert "Largest changes, predicted\n" in outcome.out
         assert "predicted, at no minimum" in outcome.out
@@ -491,8 +473,8 @@ def test_scores_beyond_the_loss_of_a_query_are_marked(place: InfluenceWorkplace)
     """A loss of zero or more falls by no more than it is."""
     place.section["method"] = {"name": "influence", "damping": 1e-9}
     outcome = place.influence("--top", "4")
-    ranked = pd.read_parquet(place.folder / "out" / "scores.parquet")
-    losses = pd.read_parquet(place.folder / "out" / "queries.parquet").set_index("index")["measurement"]
+    ranked = place.table("scores")
+    losses = place.table("queries").set_index("index")["measurement"]
     limit = ranked["query_index"].map({**losses.to_dict(), -1: losses.mean()})
     assert ranked["beyond_loss"].tolist() == (ranked["score"] < -limit).tolist()
     assert ranked["beyond_loss"].any()
@@ -517,9 +499,8 @@ def test_self_influence_by_a_solve_an_example_is_computed_where_the_config_asks(
             "method": {"name": "influence", "solver": solver, "relative_damping": 1.0},
         }
         place.section.update(changes)
-        outcome = place.influence("--overwrite")
-        assert outcome.code == 0, outcome.err
-        return outcome.err, pd.read_parquet(place.folder / "out" / "self_influence.parquet")
+        outcome = place.influence("--overwrite").succeeded()
+        return outcome.err, place.table("self_influence")
 
     heard, table = run("auto", "conjugate_gradient")
     assert "self-influence is left out, as it takes a solve for each of 24 training examples" in heard

@@ -23,8 +23,7 @@ def place(influence_place: InfluenceWorkplace) -> InfluenceWorkplace:
 
 @pytest.mark.sweep
 def test_influence_damping_on_terminal_page_and_in_manifest(place: InfluenceWorkplace) -> None:
-    outcome = place.influence()
-    assert outcome.code == 0, outcome.err
+    outcome = place.influence().succeeded()
     (facts,) = place.manifest()["influence"]["fit"]
     relative, tried = facts["relative_damping"], facts["damping_agreement"]
     assert facts["damping"] == pytest.approx(relative * facts["mean_eigenvalue"])

@@ -30,17 +30,9 @@ class Rows(torch.utils.data.Dataset):
 """
 
 
-@pytest.fixture
-def place(influence_place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> InfluenceWorkplace:
-    found = influence_place
-    monkeypatch.setattr("psgrad.reports.influence_page.write_influence_report", lambda result, write: None)
-    return found
-
-
 def with_index(place: InfluenceWorkplace, **options: str) -> None:
     place.section["index"] = {"path": "index", "projection": "none"} | options
-    built = place.index()
-    assert built.code == 0, built.err
+    place.index().succeeded()
 
 
 # -- Labels --------------------------------------------------------------------------------------------------
@@ -51,17 +43,14 @@ def test_labels_that_were_not_read_are_left_out_of_the_table(place: InfluenceWor
     place.config["data"] = {"factory": "rows.py:Rows"}
     with_index(place)
     place.ranked()  # reads some rows for the self-check
-    assert "target" not in pd.read_parquet(place.folder / "out" / "self_influence.parquet")
+    assert "target" not in place.table("self_influence")
 
 
 def test_queries_far_apart_have_their_labels(place: InfluenceWorkplace) -> None:
     (place.folder / "rows.py").write_text(DATASET)
     place.section["queries"] = {"factory": "rows.py:Rows", "rows": [7, 3, 11]}
     place.ranked()
-    assert (
-        pd.read_parquet(place.folder / "out" / "queries.parquet")["target"].tolist()
-        == place.arrays["y"][[7, 3, 11]].tolist()
-    )
+    assert place.table("queries")["target"].tolist() == place.arrays["y"][[7, 3, 11]].tolist()
 
 
 # -- An index ------------------------------------------------------------------------------------------------
@@ -165,10 +154,10 @@ def test_a_query_without_scores_takes_none_from_the_queries_as_a_whole(place: In
     place.save_queries(y=np.array([0, 1, -100, 2, 1]))  # the third has no gradient, and so no cosine
     place.section["method"] = "gradient_cosine"
     scores = place.matrix()["scores"]
-    ranked = pd.read_parquet(place.folder / "out" / "scores.parquet")
+    ranked = place.table("scores")
     assert np.isnan(scores[:, 2]).all()
     expected = scores[:, [0, 1, 3, 4]].mean(1)
-    overall = pd.read_parquet(place.folder / "out" / "self_influence.parquet")["overall"]
+    overall = place.table("self_influence")["overall"]
     np.testing.assert_allclose(overall, expected, rtol=1e-6, atol=1e-9)
     everyone = ranked[ranked["query_index"] == -1]
     assert everyone[everyone["rank"] == 1]["train_index"].item() == expected.argmax()

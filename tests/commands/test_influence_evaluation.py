@@ -57,8 +57,7 @@ class EvaluationWorkplace(InfluenceWorkplace):
 
     def evaluated(self, kind: str, *options: str) -> dict[str, Any]:
         """evaluation.json of a run that ends well."""
-        outcome = self.influence("--evaluate", kind, *options)
-        assert outcome.code == 0, outcome.err
+        self.influence("--evaluate", kind, *options).succeeded()
         found: dict[str, Any] = json.loads((self.folder / f"out-{kind}" / "evaluation.json").read_text())
         return found
 
@@ -307,8 +306,7 @@ def test_a_method_of_ones_own_that_fails_is_left_out_of_the_comparison(place: Ev
     )
     place.evaluate["methods"] = [{"name": "own.py:Broken", "by": 0}]
     place.evaluate["subsets"] = 3
-    outcome = place.influence("--evaluate", "lds")
-    assert outcome.code == 0, outcome.err
+    outcome = place.influence("--evaluate", "lds").succeeded()
     assert "left out: own.py:Broken, as scoring by the method own.py:Broken raised" in outcome.out
     place.section["method"] = "own.py:Broken"
     place.influence("--evaluate", "lds", "--overwrite").refused(

@@ -100,8 +100,7 @@ def test_evaluation_by_processes_is_that_of_one(place: InfluenceWorkplace, kind:
 
 
 def build_part(place: InfluenceWorkplace, number: int, count: int = PARTS) -> None:
-    outcome = place.command("influence", "index", "config.yaml", "--part", f"{number}/{count}")
-    assert outcome.code == 0, outcome.err
+    outcome = place.command("influence", "index", "config.yaml", "--part", f"{number}/{count}").succeeded()
     assert outcome.out.strip() == str(place.config["influence"]["index"]["path"])
 
 
@@ -115,8 +114,7 @@ def test_parts_of_an_index_in_any_order_are_the_whole(place: InfluenceWorkplace,
     random.Random(count).shuffle(order)
     for number in order:
         build_part(place, number, count)
-    outcome = place.command("merge", "parts")
-    assert outcome.code == 0, outcome.err
+    place.command("merge", "parts").succeeded()
     with_index(place, "whole")
     write(place)
     assert place.command("influence", "index", "config.yaml").code == 0

@@ -16,18 +16,10 @@ from tests.influence_workplace import QUERIES, InfluenceWorkplace
 from tests.workplace import ROWS
 
 
-@pytest.fixture
-def place(influence_place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> InfluenceWorkplace:
-    found = influence_place
-    monkeypatch.setattr("psgrad.reports.influence_page.write_influence_report", lambda result, write: None)
-    return found
-
-
 def asked(place: InfluenceWorkplace, queries: dict[str, Any] | None, *options: str) -> list[int]:
     """The rows that a run with this section has queries for, in order."""
     place.section["queries"] = queries
-    outcome = place.influence("--overwrite", *options)
-    assert outcome.code == 0, outcome.err
+    place.influence("--overwrite", *options).succeeded()
     index = place.samples_of_queries()
     return [row for row in dict.fromkeys(index) if row >= 0]
 
@@ -113,8 +105,7 @@ def test_checkpoints_are_read_as_the_models_own_is(place: InfluenceWorkplace) ->
     place.section["checkpoints"] = ["a.pt", "b.pt"]
     assert asked(place, {"rows": [0]}) == [0]
     place.config["analyze"] = {"measures": ["vog"], "checkpoints": ["a.pt", "b.pt", "c.pt"]}
-    outcome = place.analyze("--overwrite", "--no-report")
-    assert outcome.code == 0, outcome.err
+    place.analyze("--overwrite", "--no-report").succeeded()
 
 
 @pytest.mark.parametrize(
@@ -142,6 +133,5 @@ def test_where_correct_needs_a_loss_of_classes(place: InfluenceWorkplace) -> Non
     place.section["queries"] = {"where": "not correct"}
     place.influence().refused(2, "there is no column 'correct'")
     place.section["queries"] = {"worst": 2}
-    outcome = place.influence()
-    assert outcome.code == 0, outcome.err
+    place.influence().succeeded()
     assert len(json.loads(json.dumps(place.manifest()["influence"]["queries"]))) == 2

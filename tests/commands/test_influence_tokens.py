@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -29,41 +26,38 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> InfluenceWorkplace:
-    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
+def place(place: InfluenceWorkplace) -> InfluenceWorkplace:
     random = np.random.default_rng(0)
     ids = random.integers(0, WORDS, (ROWS, LENGTH + 1))
     target = ids[:, 1:].copy()
     target[:, :2] = -100  # a prompt
-    found.save(ids=ids[:, :-1], next=target)
-    found.use_model(MODEL)
-    found.config["loss"] = "token_cross_entropy"
-    found.config["data"] = {"path": "data.npz", "inputs": "ids", "target": "next", "id": "uid"}
-    found.config["engine"] = {"dtype": "float64", "verify": 0}
-    found.config["influence"] = {"queries": {"rows": [0, 3]}, "level": "token", "top": 3}
-    return found
+    place.save(ids=ids[:, :-1], next=target)
+    place.use_model(MODEL)
+    place.config["loss"] = "token_cross_entropy"
+    place.config["data"] = {"path": "data.npz", "inputs": "ids", "target": "next", "id": "uid"}
+    place.config["engine"] = {"dtype": "float64", "verify": 0}
+    place.config["influence"] = {"queries": {"rows": [0, 3]}, "level": "token", "top": 3}
+    return place
 
 
 def ran(place: InfluenceWorkplace, *options: str) -> pd.DataFrame:
-    outcome = place.influence(*options)
-    assert outcome.code == 0, outcome.err
-    return pd.read_parquet(place.folder / "out" / "tokens.parquet")
+    place.influence(*options).succeeded()
+    return place.table("tokens")
 
 
 @pytest.mark.long
+@pytest.mark.report
 def test_influence_tokens_add_up_to_the_scores_of_samples(place: InfluenceWorkplace) -> None:
     found = ran(place)
-    scores = pd.read_parquet(place.folder / "out" / "scores.parquet")
+    scores = place.table("scores")
     pairs = scores[scores["query_index"] >= 0].set_index(["query_index", "train_index"])["score"]
     sums = found.groupby(["query_index", "train_index"])["score"].sum()
     assert len(sums) == len(pairs)
     np.testing.assert_allclose(sums[pairs.index], pairs, rtol=1e-8)
     assert set(found["query_token"]) == set(found["train_token"]) == {3, 4, 5, 6}  # of LENGTH + 1, by name
-    manifest = json.loads((place.folder / "out" / "manifest.json").read_text())
-    assert manifest["influence"]["method"] == "ekfac"  # the default of token losses
-    assert any("influence.method: ekfac" in said for said in manifest["influence"]["warnings"])
+    facts = place.manifest()["influence"]
+    assert facts["method"] == "ekfac"  # the default of token losses
+    assert any("influence.method: ekfac" in said for said in facts["warnings"])
     page = (place.folder / "out" / "report.html").read_text()
     assert "Token by token. Query row-00" in page
     assert "The strongest pairs of tokens" in page
@@ -77,26 +71,29 @@ def test_influence_tokens_a_named_method_stays(place: InfluenceWorkplace) -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "code", "words"),
     [
-        ({"measurement": {"name": "model.py:number", "larger_is": "worse"}}, ("is not divided over tokens",)),
-        ({"index": "index"}, ("which an index has not",)),
-        ({"checkpoints": ["a.safetensors", "b.safetensors"]}, ("divides the scores of one checkpoint",)),
+        (
+            {"measurement": {"name": "model.py:number", "larger_is": "worse"}},
+            2,
+            ("is not divided over tokens",),
+        ),
+        ({"index": "index"}, 2, ("which an index has not",)),
+        (
+            {"checkpoints": ["a.safetensors", "b.safetensors"]},
+            2,
+            ("divides the scores of one checkpoint",),
+        ),
+        ({"method": "gradient_cosine"}, 3, ("the scores of gradient_cosine", "choose ekfac")),
     ],
 )
 def test_influence_tokens_that_cannot_be(
-    place: InfluenceWorkplace, change: dict[str, object], words: tuple[str, ...]
+    place: InfluenceWorkplace, change: dict[str, object], code: int, words: tuple[str, ...]
 ) -> None:
-    (place.folder / "model.py").write_text(
-        (place.folder / "model.py").read_text() + "\n\ndef number(output, target):\n    return output.sum()\n"
-    )
+    with (place.folder / "model.py").open("a") as file:
+        file.write("\n\ndef number(output, target):\n    return output.sum()\n")
     place.section.update(change)
-    place.influence().refused(2, *words)
-
-
-def test_influence_tokens_of_a_method_whose_scores_do_not_add_up(place: InfluenceWorkplace) -> None:
-    place.section["method"] = "gradient_cosine"
-    place.influence().refused(3, "the scores of gradient_cosine", "choose ekfac")
+    place.influence().refused(code, *words)
 
 
 def test_influence_tokens_of_a_loss_of_samples(place: InfluenceWorkplace) -> None:

@@ -44,8 +44,7 @@ def minimum(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def matrix(place: InfluenceWorkplace, **options: Any) -> np.ndarray:
     decay = {} if "name" in options else {"name": "influence", "weight_decay": DECAY}
     place.section["method"] = {**decay, **options}
-    outcome = place.influence("--no-report", "--matrix", "--overwrite")
-    assert outcome.code == 0, outcome.err
+    place.influence("--no-report", "--matrix", "--overwrite").succeeded()
     scores: np.ndarray = load_file(place.folder / "out/matrix.safetensors")["scores"]
     return scores
 

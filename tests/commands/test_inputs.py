@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from psgrad.data.sources.table_samples import TableSamples
 from psgrad.engine.measures.mean_gradient import MeanGradient
 from psgrad.engine.privacy.step import PrivateTraining
+from tests.private_workplace import PRIVACY
 from tests.workplace import Workplace
 
 IMAGES = """
@@ -112,15 +113,7 @@ def test_a_file_that_is_changed_while_other_commands_read_it(
     workplace.config["data"] = {"path": path.name, "inputs": "a", "target": "y"}
     workplace.config["engine"] = {"chunk_size": 4, "verify": 0}
     workplace.config["influence"] = {"index": {"path": "index", "rows_per_shard": 8, "dimension": 4}}
-    workplace.config["privacy"] = {
-        "steps": 1,
-        "delta": 1e-5,
-        "expected_batch_size": 12,
-        "sampling": {"scheme": "poisson", "sample_rate": 0.5},
-        "clipping": {"norm": 1.0},
-        "noise": {"multiplier": 1.0},
-        "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
-    }
+    workplace.config["privacy"] = dict(PRIVACY)
     (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
     arguments = ["influence", "index"] if command == "index" else ["dp-step"]
     kind: Any = TableSamples if command == "index" else PrivateTraining

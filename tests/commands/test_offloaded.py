@@ -45,8 +45,7 @@ def _both_ways(run: Callable[..., Outcome], place: Any, *command: str) -> list[P
         place.config["engine"] = {**place.config.get("engine", {}), "parameters": where}
         place.config["output"] = where
         (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
-        outcome = run(*command)
-        assert outcome.code == 0, outcome.err
+        run(*command).succeeded()
         folders.append(place.folder / where)
     return folders
 
@@ -106,16 +105,7 @@ def test_pretrained_model_has_the_same_numbers_and_identity(
 @pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("method", METHODS)
-def test_influence_method(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    both_ways: Run,
-    method: str,
-    dtype: str,
-) -> None:
-    place = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    place.prepare()
+def test_influence_method(place: InfluenceWorkplace, both_ways: Run, method: str, dtype: str) -> None:
     place.config["engine"] = {"chunk_size": 4, "dtype": dtype}
     place.config["influence"] |= {"method": method, "queries": {"worst": 3}}
     one, other = both_ways(place, "influence", "config.yaml", "--no-report", "--matrix")
@@ -125,14 +115,7 @@ def test_influence_method(
 
 
 @pytest.mark.sweep
-def test_influence_over_checkpoints_and_from_an_index(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    both_ways: Run,
-) -> None:
-    place = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    place.prepare()
+def test_influence_over_checkpoints_and_from_an_index(place: InfluenceWorkplace, both_ways: Run) -> None:
     for number in range(2):
         place.save_checkpoint(f"step-{number}.safetensors", number)
     place.config["engine"] = {"chunk_size": 4}
@@ -146,7 +129,7 @@ def test_influence_over_checkpoints_and_from_an_index(
         assert place.index().code == 0
         place.config["output"] = f"of-index-{where}"
         assert place.influence("--no-report").code == 0
-    one, other = (tmp_path / f"of-index-{where}" for where in ("resident", "offloaded"))
+    one, other = (place.folder / f"of-index-{where}" for where in ("resident", "offloaded"))
     assert_same_bits(one, other, "scores.parquet")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 
 import pytest
 
@@ -29,19 +30,43 @@ def part(place: Workplace, number: int, count: int, *options: str) -> str:
 
 
 def merged(place: Workplace) -> None:
-    outcome = place.command("merge", "parts", "--no-report")
-    assert outcome.code == 0, outcome.err
+    outcome = place.command("merge", "parts", "--no-report").succeeded()
     assert outcome.out.splitlines()[-1].endswith("parts")
 
 
-@pytest.mark.long
-@pytest.mark.every(3)
-@pytest.mark.parametrize("count", [1, 3, 7])
-def test_parts_in_any_order_equal_one_run(place: Workplace, count: int) -> None:
+def in_any_order(place: Workplace, count: int) -> None:
     order = list(range(1, count + 1))
     random.Random(count).shuffle(order)
     for number in order:
         part(place, number, count)
+
+
+def one_of_them_twice(place: Workplace, count: int) -> None:
+    part(place, 1, count)
+    in_any_order(place, count)
+
+
+def in_folders_of_their_own(place: Workplace, count: int) -> None:
+    """On machines without shared storage: one folder is merged, and gets the parts of the others."""
+    part(place, 1, 2)
+    place.succeeded("--part", "2/2", "--output", "elsewhere")
+    name = "parts/samples/part-2-of-2"
+    shutil.copytree(place.folder / "elsewhere" / name, place.folder / "parts" / name)
+
+
+@pytest.mark.long
+@pytest.mark.every(1)
+@pytest.mark.parametrize(
+    ("made", "count"),
+    [
+        (in_any_order, 1),
+        *(pytest.param(in_any_order, count, marks=pytest.mark.sweep) for count in (3, 7)),
+        (one_of_them_twice, 2),
+        (in_folders_of_their_own, 2),
+    ],
+)
+def test_parts_equal_one_run(place: Workplace, made: Callable[[Workplace, int], None], count: int) -> None:
+    made(place, count)
     merged(place)
     place.succeeded("--no-report")
     assert_same_runs(place.folder / "out", place.folder / "parts")
@@ -62,18 +87,6 @@ def test_parts_of_measures_that_look_twice_run_again(place: Workplace) -> None:
 
 
 @pytest.mark.long
-def test_parts_that_were_made_in_folders_of_their_own_equal_one_run(place: Workplace) -> None:
-    """On machines without shared storage: one folder is merged, and gets the parts of the others."""
-    part(place, 1, 2)
-    place.succeeded("--part", "2/2", "--output", "elsewhere")
-    name = "parts/samples/part-2-of-2"
-    shutil.copytree(place.folder / "elsewhere" / name, place.folder / "parts" / name)
-    merged(place)
-    place.succeeded("--no-report")
-    assert_same_runs(place.folder / "out", place.folder / "parts")
-
-
-@pytest.mark.long
 def test_merge_names_a_missing_part(place: Workplace) -> None:
     part(place, 1, 3)
     part(place, 3, 3)
@@ -83,23 +96,9 @@ def test_merge_names_a_missing_part(place: Workplace) -> None:
     merged(place)
 
 
-@pytest.mark.long
-def test_part_run_twice_counts_once(place: Workplace) -> None:
-    part(place, 1, 2)
-    part(place, 1, 2)
-    part(place, 2, 2)
-    merged(place)
-    place.succeeded("--no-report")
-    assert_same_runs(place.folder / "out", place.folder / "parts")
-
-
-def test_parts_of_another_number_of_parts_refused(place: Workplace) -> None:
+def test_parts_of_another_number_of_parts_or_of_another_model_refused(place: Workplace) -> None:
     part(place, 1, 2)
     place.refused(2, "number of parts was 2 and is 3", options=("--part", "2/3", "--output", "parts"))
-
-
-def test_part_of_another_model_refused(place: Workplace) -> None:
-    part(place, 1, 2)
     place.config["model"] = {"factory": "model.py:mlp", "kwargs": {"hidden": 6}}
     place.refused(2, "rows of two runs can't be mixed", options=("--part", "2/2", "--output", "parts"))
 
@@ -136,12 +135,8 @@ def test_part_that_is_none_refused(place: Workplace, text: str) -> None:
     place.refused(2, f"--part {text}", "K/N", options=("--part", text))
 
 
-def test_merge_of_a_run_in_one_piece_refused(place: Workplace) -> None:
+def test_merge_of_a_run_in_one_piece_and_a_part_into_it_refused(place: Workplace) -> None:
     place.succeeded("--no-report")
-    place.command("merge", "out").refused(2, "is not the folder of a run in parts")
-    place.command("merge", "nothing").refused(2, "is not the folder of a run in parts")
-
-
-def test_part_into_the_folder_of_a_whole_run_refused(place: Workplace) -> None:
-    place.succeeded("--no-report")
+    for folder in ("out", "nothing"):
+        place.command("merge", folder).refused(2, "is not the folder of a run in parts")
     place.refused(2, "number of parts was null and is 2", options=("--part", "1/2"))

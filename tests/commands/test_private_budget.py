@@ -27,16 +27,13 @@ from psgrad.errors import LedgerError
 from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun
 from tests.crashes import Go, Tell, kill_and_resume, points_of
-from tests.private_workplace import PrivateWorkplace, leave_out_slow_parts
-from tests.workplace import Workplace
+from tests.private_workplace import PrivateWorkplace
 
 BUDGET = {"file": "budget.jsonl", "epsilon": 100.0, "delta": 0.01}
 
 
 @pytest.fixture
-def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    leave_out_slow_parts(monkeypatch)
-    private = PrivateWorkplace(workplace)
+def private(private: PrivateWorkplace) -> PrivateWorkplace:
     private.privacy["budget"] = dict(BUDGET)
     return private
 
@@ -280,7 +277,7 @@ def test_budget_hides_the_data_from_what_is_published(private: PrivateWorkplace)
     """The hashes of its lines are published: a secret number keeps a guess of the data from being tested."""
     private.succeeded()
     header = lines_of(private)[0]
-    public = b"".join(path.read_bytes() for path in (private.run_folder / "public").iterdir())
+    public = private.public()
     assert header["data"].encode() not in public
     assert header["secret"].encode() not in public
     assert len(header["secret"]) == 32

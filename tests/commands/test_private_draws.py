@@ -20,8 +20,7 @@ from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.step import private_sum
-from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
-from tests.workplace import Workplace
+from tests.private_workplace import EXACT, PrivateWorkplace
 
 # As our own examples do it: whoever reads the factory knows the state of PyTorch's generator when the first
 # step begins.
@@ -33,13 +32,11 @@ def Model():
 
 
 @pytest.fixture
-def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    leave_out_slow_parts(monkeypatch)
-    found = PrivateWorkplace(workplace)
-    workplace.use_model(SEEDING)
-    found.config["model"]["mode"] = "train"
-    found.config["engine"] |= {"chunk_size": 100}
-    return found
+def private(private: PrivateWorkplace) -> PrivateWorkplace:
+    private.workplace.use_model(SEEDING)
+    private.config["model"]["mode"] = "train"
+    private.config["engine"] |= {"chunk_size": 100}
+    return private
 
 
 def as_the_factory_leaves_it() -> None:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import yaml
@@ -24,8 +23,7 @@ from psgrad.engine.privacy.batches import RecordStreams
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.records import Records
 from psgrad.ragged import Block
-from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
-from tests.workplace import Workplace
+from tests.private_workplace import EXACT, PrivateWorkplace
 
 RAISING = """\
 class Model(nn.Module):
@@ -43,11 +41,9 @@ HOSTILE = 10
 
 
 @pytest.fixture
-def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    leave_out_slow_parts(monkeypatch)
-    workplace.use_model(RAISING)
-    private = PrivateWorkplace(workplace)
-    private.config["privacy"] |= EXACT
+def private(private: PrivateWorkplace) -> PrivateWorkplace:
+    private.workplace.use_model(RAISING)
+    private.privacy.update(EXACT)
     return private
 
 
@@ -93,14 +89,13 @@ def test_private_error_counts_as_zero(private: PrivateWorkplace, spoil: Spoil, r
     spoil(private, *rows)
     private.succeeded()
     found = released(private)
+    assert private.step_table()["nonfinite"].tolist() == [len(rows)]
     private.workplace.save(**clean)
     private.config["output"] = "oracle"
     infinite_input(private, *rows)
     private.succeeded()
     for name, value in released(private).items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
-    steps = pd.read_parquet(private.folder / "out" / "private" / "NOT_PRIVATE_steps.parquet")
-    assert steps["nonfinite"].tolist() == [len(rows)]
 
 
 @pytest.mark.long
@@ -153,12 +148,6 @@ def test_private_error_in_a_user_of_several_rows(private: PrivateWorkplace) -> N
     private.succeeded()
     for name, value in released(private).items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
-
-
-def test_private_error_other_values_refused(private: PrivateWorkplace) -> None:
-    value: Any = "skip"
-    private.privacy["on_error"] = value
-    private.refused(2, "on_error")
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

@@ -6,17 +6,14 @@ import json
 import os
 import platform
 import shutil
+import sys
 
 import pytest
+import yaml
 
-from tests.private_workplace import PrivateWorkplace, leave_out_slow_parts
-from tests.workplace import Workplace
-
-
-@pytest.fixture
-def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    leave_out_slow_parts(monkeypatch)
-    return PrivateWorkplace(workplace)
+from psgrad.commands.dp_step import dp_step
+from psgrad.config import load_config
+from tests.private_workplace import PrivateWorkplace
 
 
 @pytest.mark.long
@@ -63,11 +60,17 @@ def test_dp_resume_with_the_private_folder_of_another_run_is_refused(private: Pr
 
 
 @pytest.mark.long
-def test_public_files_have_no_path_and_no_machine(private: PrivateWorkplace) -> None:
-    private.succeeded()
-    private.succeeded("--resume")
-    public = b"".join(path.read_bytes() for path in (private.run_folder / "public").iterdir())
-    assert platform.node().encode() not in public
-    assert str(private.folder).encode() not in public
+def test_what_is_public_names_no_path_machine_command_or_commit(
+    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["psgrad", "dp-step", "/home/somebody/secret/config.yaml"])
+    (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
+    for resume in (False, True):
+        dp_step(load_config(private.folder / "config.yaml"), resume=resume)
+    manifest = (private.run_folder / "manifest.json").read_bytes()
+    public = manifest + private.public()
+    for secret in ("somebody", str(private.folder), platform.node()):
+        assert secret.encode() not in public
     hashes = json.loads((private.run_folder / "private" / "NOT_PRIVATE_manifest.json").read_text())["hashes"]
     assert hashes["data"].encode() not in public
+    assert not {"created", "command_line"} & set(json.loads(manifest))

@@ -12,16 +12,13 @@ import pytest
 
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_rdp
 from psgrad.engine.privacy.sampling import Sampling
-from tests.private_workplace import PrivateWorkplace, leave_out_slow_parts
-from tests.workplace import Workplace
+from tests.private_workplace import PrivateWorkplace
 
 TABLE = "private/NOT_PRIVATE_individual_epsilon.parquet"
 
 
 @pytest.fixture
-def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    leave_out_slow_parts(monkeypatch)
-    private = PrivateWorkplace(workplace)
+def private(private: PrivateWorkplace) -> PrivateWorkplace:
     # Weights that stay, so that each record's norm does.
     private.privacy["optimizer"] = {"name": "SGD", "kwargs": {"lr": 0.0}}
     private.privacy["individual_every"] = 1
@@ -86,10 +83,4 @@ def test_individual_table_is_not_made_unless_asked_for(private: PrivateWorkplace
     del private.privacy["individual_every"]
     private.succeeded()
     assert not (private.run_folder / TABLE).exists()
-    public = b"".join(path.read_bytes() for path in (private.run_folder / "public").iterdir())
-    assert b"individual" not in public
-
-
-def test_individual_every_without_moments_is_refused(private: PrivateWorkplace) -> None:
-    private.privacy["relation"] = "replace_one"
-    private.refused(2, "individual_every", "not known for poisson sampling under replace_one")
+    assert b"individual" not in private.public()

@@ -32,17 +32,9 @@ from psgrad.errors import EXIT_RUNTIME, EXIT_TERMINATED, DataError
 from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun
 from tests.forked_ranks import EndedRank, Plant, die, run_ranks
-from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
-from tests.workplace import Workplace
+from tests.private_workplace import EXACT, PrivateWorkplace
 
 SEEDED = ("--insecure-deterministic", "--set", "privacy.noise.seed=5")
-
-
-@pytest.fixture
-def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    """A run in float64 without figures and the slow accountant; the dead are noticed at once."""
-    leave_out_slow_parts(monkeypatch)
-    return PrivateWorkplace(workplace)
 
 
 def ranks(

@@ -9,12 +9,12 @@ import math
 import re
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from psgrad.engine.privacy.snapshot import Snapshot
 from psgrad.errors import DataError
 from psgrad.run.results.privacy import STEP_COLUMNS, STEP_KEYS
 from tests.oracles import one_sample_gradients
-from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
+from tests.private_workplace import EXACT, PrivateWorkplace
 from tests.workplace import ROWS, Workplace
 
 PUBLIC = {"epsilon.png", "ledger.jsonl", "model.safetensors", "noisy_sum.safetensors", "step.json"}
@@ -40,13 +40,6 @@ PRIVATE = {"NOT_PRIVATE_manifest.json", "NOT_PRIVATE_steps.parquet"}
 @pytest.fixture
 def whole(workplace: Workplace) -> PrivateWorkplace:
     return PrivateWorkplace(workplace)
-
-
-@pytest.fixture
-def private(whole: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    """The same without the figures and the slow accountant, which take longest."""
-    leave_out_slow_parts(monkeypatch)
-    return whole
 
 
 def names(folder: Path) -> set[str]:
@@ -99,16 +92,6 @@ def test_rounding_is_stated_and_kept_to(private: PrivateWorkplace) -> None:
     assert "what is left of floating point adds at most" in step["guarantee"]
 
 
-def test_noise_multiplier_whose_tail_ends_too_early_is_refused(private: PrivateWorkplace) -> None:
-    private.privacy["noise"] = {"multiplier": 0.005}
-    private.refused(
-        2,
-        "the noise multiplier is 0.005: a record may move the sum by 200 standard deviations",
-        "set a larger privacy.noise.multiplier",
-    )
-    assert not (private.run_folder / "public").exists()
-
-
 def test_the_noise_on_the_weights_is_what_is_stated(private: PrivateWorkplace) -> None:
     # Nobody is drawn (but once in 10^7): the weights move by noise alone, lr * z * C / B times a standard
     # normal number.
@@ -144,7 +127,7 @@ def test_a_record_that_is_no_number_adds_nothing(private: PrivateWorkplace) -> N
     before = private.workplace.model.state_dict()
     for name, after in private.weights().items():
         torch.testing.assert_close(after, before[name].double() - clean[name] / 24, rtol=1e-6, atol=1e-9)
-    steps = pd.read_parquet(private.run_folder / "private" / "NOT_PRIVATE_steps.parquet")
+    steps = private.step_table()
     assert steps["nonfinite"].tolist() == [1]
 
 
@@ -191,7 +174,7 @@ def test_a_run_leaves_what_is_public_apart_from_what_is_not(whole: PrivateWorkpl
     assert step["epsilon_pld"] < step["epsilon_rdp"]
     assert step["model_sha256"] is not None
     assert "clip" not in outcome.err
-    steps = pd.read_parquet(whole.run_folder / "private" / "NOT_PRIVATE_steps.parquet")
+    steps = whole.step_table()
     assert steps.columns.tolist() == list(STEP_COLUMNS)
     assert steps["step"].tolist() == [1, 2, 3]
 
@@ -410,17 +393,6 @@ def test_a_ledger_is_never_replaced(private: PrivateWorkplace) -> None:
     assert private.step()["steps"] == 1
 
 
-@pytest.mark.parametrize("folder", [False, True])
-def test_a_lost_checkpoint_is_reported(private: PrivateWorkplace, folder: bool) -> None:
-    private.succeeded()
-    checkpoint = private.run_folder / "checkpoint.pt"
-    checkpoint.unlink()
-    if folder:
-        checkpoint.mkdir()
-    why = "Is a directory" if folder else "No such file"
-    private.refused(3, f"checkpoint.pt can't be read: {why}", "has 1 steps", options=("--resume",))
-
-
 def test_an_interrupt_waits_for_the_step_and_loses_none(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -494,23 +466,6 @@ def test_a_failed_payment_releases_nothing(
 # -- What is refused -----------------------------------------------------------------------------------------
 
 
-def test_an_expected_batch_size_that_is_missing(private: PrivateWorkplace) -> None:
-    del private.privacy["expected_batch_size"]
-    private.refused(2, "expected_batch_size", "missing")
-
-
-def test_no_private_section(private: PrivateWorkplace) -> None:
-    del private.config["privacy"]
-    private.refused(2, "the config has no section privacy", "configs/digits-dp.yaml")
-
-
-def test_an_unknown_optimiser(private: PrivateWorkplace) -> None:
-    private.privacy["optimizer"] = {"name": "Adamw"}
-    private.refused(2, "torch.optim has no optimiser 'Adamw'; did you mean AdamW?")
-    private.privacy["optimizer"] = {"name": "SGD", "kwargs": {"learning_rate": 0.1}}
-    private.refused(2, "SGD does not take {'learning_rate': 0.1}")
-
-
 def test_nothing_to_resume(private: PrivateWorkplace) -> None:
     private.refused(2, "there is no run to resume in out", options=("--resume",))
 
@@ -518,62 +473,110 @@ def test_nothing_to_resume(private: PrivateWorkplace) -> None:
 # -- What goes wrong leaves nothing half begun ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def sgd(**kwargs: Any) -> dict[str, Any]:
+    return {"optimizer": {"name": "SGD", "kwargs": kwargs}}
+
+
+# what is refused -> (keys of the section, None for one that is left out, and words of the refusal)
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no expected batch size": ({"expected_batch_size": None}, ("expected_batch_size", "missing")),
+    "optimiser": (
+        {"optimizer": {"name": "Adamw"}},
+        ("torch.optim has no optimiser 'Adamw'; did you mean AdamW?",),
+    ),
+    "argument": (sgd(learning_rate=0.1), ("SGD does not take {'learning_rate': 0.1}",)),
+    "huge rate": (sgd(lr=1e300), ("SGD does not take {'lr': 1e+300}",)),
+    "infinite rate": (sgd(lr=math.inf), ("SGD does not take {'lr': inf}: a number is NaN or infinite",)),
+    "differentiable": (sgd(lr=0.1, differentiable=True), ("SGD does not take",)),
+    "NaN in a list": (
+        {"optimizer": {"name": "Adam", "kwargs": {"betas": [0.9, math.nan]}}},
+        ("a number is NaN or infinite",),
+    ),
+    "batch": (
+        {"sampling": {"scheme": "fixed", "batch_size": 100}, "expected_batch_size": 100},
+        ("batch_size is 100, and the dataset has 24",),
+    ),
+    "tail that ends too early": (
+        {"noise": {"multiplier": 0.005}},
         (
-            {"sampling": {"scheme": "fixed", "batch_size": 100}, "expected_batch_size": 100},
-            "batch_size is 100, and the dataset has 24",
+            "the noise multiplier is 0.005: a record may move the sum by 200 standard deviations",
+            "set a larger privacy.noise.multiplier",
         ),
-        ({"noise": {"multiplier": 1e160}}, "the noise multiplier is 1e+160"),
-        ({"noise": {"multiplier": 1e-160}}, "the noise multiplier is 1e-160"),
-        ({"optimizer": {"name": "SGD", "kwargs": {"lr": 1e300}}}, "SGD does not take {'lr': 1e+300}"),
-        (
-            {"optimizer": {"name": "SGD", "kwargs": {"lr": math.inf}}},
-            "SGD does not take {'lr': inf}: a number is NaN or infinite",
-        ),
-        (
-            {"optimizer": {"name": "Adam", "kwargs": {"betas": [0.9, math.nan]}}},
-            "a number is NaN or infinite",
-        ),
-        ({"optimizer": {"name": "SGD", "kwargs": {"lr": 0.1, "differentiable": True}}}, "SGD does not take"),
-    ],
-)
+    ),
+    "much noise": ({"noise": {"multiplier": 1e160}}, ("the noise multiplier is 1e+160",)),
+    "little noise": ({"noise": {"multiplier": 1e-160}}, ("the noise multiplier is 1e-160",)),
+    "delta": ({"delta": 0.05}, ("privacy.delta is 0.05, and the dataset has 24 records",)),
+    "expected batch size": (
+        {"expected_batch_size": 200},
+        ("privacy.expected_batch_size is 200, and batches will have about",),
+    ),
+    "trainable": ({"trainable": ["heads.*"]}, ("privacy.trainable: no parameter matches 'heads.*'",)),
+    "unit": ({"unit": {"column": "uids"}}, ("has no column 'uids'; did you mean uid?",)),
+    "on error": ({"on_error": "skip"}, ("on_error",)),
+    "moments": (
+        {"individual_every": 1, "relation": "replace_one"},
+        ("individual_every", "not known for poisson sampling under replace_one"),
+    ),
+}
+
+
+@pytest.mark.every(1)
+@pytest.mark.parametrize("what", REFUSED)
 def test_what_no_step_can_be_taken_with_is_refused_before_there_is_a_ledger(
-    private: PrivateWorkplace, change: dict[str, Any], words: str
+    private: PrivateWorkplace, what: str
 ) -> None:
     private.config["engine"]["dtype"] = "float32"
-    right = dict(private.privacy)
-    private.privacy.update(change)
-    private.refused(2, words)
+    changes, words = REFUSED[what]
+    whole = private.privacy | changes
+    private.config["privacy"] = {key: value for key, value in whole.items() if value is not None}
+    private.refused(2, *words)
     assert not private.run_folder.exists()
-    private.config["privacy"] = right
-    private.succeeded()
 
 
-@pytest.mark.parametrize("empty", [False, True])
-def test_a_lost_ledger_is_reported_and_its_run_is_not_replaced(
-    private: PrivateWorkplace, empty: bool
+def test_no_private_section(private: PrivateWorkplace) -> None:
+    del private.config["privacy"]
+    private.refused(2, "the config has no section privacy", "configs/digits-dp.yaml")
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+# what was done to which file of a run -> words of the refusal to go on
+CHECKPOINT, LEDGER, MANIFEST = "checkpoint.pt", "public/ledger.jsonl", "NOT_PRIVATE_manifest.json"
+LOST = ("ledger.jsonl is gone", "no privacy guarantee")
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
+    "no checkpoint": (CHECKPOINT, Path.unlink, (f"{CHECKPOINT} can't be read: No such file", "has 1 steps")),
+    "a folder": (CHECKPOINT, a_folder, (f"{CHECKPOINT} can't be read: Is a directory", "has 1 steps")),
+    "no ledger": (LEDGER, Path.unlink, LOST),
+    "an empty ledger": (LEDGER, lambda path: path.write_bytes(b""), LOST),
+    "a list": (
+        f"private/{MANIFEST}",
+        lambda path: path.write_text("[]"),
+        (f"{MANIFEST} can't be read: it is no JSON object",),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_run_whose_file_is_lost_or_damaged_does_not_go_on_nor_is_replaced_without_a_ledger(
+    private: PrivateWorkplace, what: str
 ) -> None:
     private.succeeded()
-    ledger = private.run_folder / "public" / "ledger.jsonl"
-    if empty:
-        ledger.write_bytes(b"")
-    else:
-        ledger.unlink()
-    private.refused(3, "ledger.jsonl is gone", "no privacy guarantee", options=("--resume",))
-    for options in ((), ("--overwrite",)):
+    name, damage, words = DAMAGES[what]
+    damage(private.run_folder / name)
+    private.refused(3, *words, options=("--resume",))
+    for options in ((), ("--overwrite",)) if name == LEDGER else ():
         private.refused(2, "the ledger that paid for it is gone", options=options)
 
 
 @pytest.mark.long
-def test_damaged_private_files_are_reported(private: PrivateWorkplace) -> None:
+def test_a_damaged_private_table_is_reported_and_begun_anew(private: PrivateWorkplace) -> None:
     private.succeeded()
     (private.run_folder / "private" / "NOT_PRIVATE_steps.parquet").write_bytes(b"no table")
     assert "NOT_PRIVATE_steps.parquet could not be read" in private.succeeded("--resume").err
-    assert len(pd.read_parquet(private.run_folder / "private" / "NOT_PRIVATE_steps.parquet")) == 1
-    (private.run_folder / "private" / "NOT_PRIVATE_manifest.json").write_text("[]")
-    private.refused(3, "NOT_PRIVATE_manifest.json can't be read: it is no JSON object", options=("--resume",))
+    assert len(private.step_table()) == 1
 
 
 @pytest.mark.long
@@ -602,7 +605,7 @@ def test_an_interrupted_process_leaves_the_private_table_of_its_steps(
     assert private.dp_step("--steps", "5", "--resume").code == 130
     monkeypatch.setattr(private_steps.StepFiles, "_note", note)
     private.succeeded("--resume")
-    table = pd.read_parquet(private.run_folder / "private" / "NOT_PRIVATE_steps.parquet")
+    table = private.step_table()
     assert table["step"].tolist() == [1, 2, 3, 4]
 
 

@@ -20,6 +20,7 @@ from psgrad.commands.influence_index import influence_index
 from psgrad.config import Config, config_from
 from psgrad.data.sources import datasets
 from psgrad.run.results import Progress
+from tests.private_workplace import PRIVACY
 from tests.workplace import CONFIG
 
 ROWS = 60
@@ -111,14 +112,7 @@ def test_rows_without_room_are_made_again(workplace: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.long
 def test_private_runs_make_rows_anew(workplace: Any) -> None:
-    privacy = {
-        "steps": 3,
-        "delta": 1e-3,
-        "expected_batch_size": 54,
-        "sampling": {"scheme": "poisson", "sample_rate": 0.9},
-        "clipping": {"norm": 1.0},
-        "noise": {"multiplier": 1.0},
-        "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
-    }
+    sampling = {"scheme": "poisson", "sample_rate": 0.9}
+    privacy = PRIVACY | {"expected_batch_size": 54, "sampling": sampling}
     dp_step(config_of(workplace.folder, privacy=privacy, engine={"verify": 0}), steps=3)
     assert max(CALLS.values()) > 3

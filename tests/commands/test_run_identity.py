@@ -15,22 +15,18 @@ from psgrad.commands.check import save_baseline
 from psgrad.commands.dp_step import dp_step
 from psgrad.commands.influence import influence
 from psgrad.commands.influence_index import influence_index
-from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.errors import ConfigError, PsgradError
 from psgrad.run.results import Progress
 from psgrad.run.results.privacy import DPStepResult
 from tests.identity_workplace import CHANGES, Change, IdentityWorkplace
-from tests.private_workplace import PRIVACY
+from tests.private_workplace import PRIVACY, leave_out_slow_parts
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> IdentityWorkplace:
     monkeypatch.setattr("psgrad.reports.analyze_page.write_report", lambda result, write: None)
     monkeypatch.setattr("psgrad.commands.analyze_passes._ROWS_PER_SHARD", 4)
-    monkeypatch.setattr("psgrad.reports.figures.Plot.png", lambda plot: b"a figure")
-    monkeypatch.setattr(
-        "psgrad.commands.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
-    )
+    leave_out_slow_parts(monkeypatch)
     return IdentityWorkplace(tmp_path, monkeypatch)
 
 

@@ -43,8 +43,7 @@ def analyzed(place: Workplace, path: str, *options: str) -> pd.DataFrame:
 
 
 def selected(place: Workplace, where: str, output: str, *options: str) -> None:
-    outcome = place.command("select", "out", "--where", where, "--output", output, *options)
-    assert outcome.code == 0, outcome.err
+    outcome = place.command("select", "out", "--where", where, "--output", output, *options).succeeded()
     assert outcome.out == f"{output}\n"
 
 
@@ -191,20 +190,14 @@ def test_share_of_the_highest_leaves_out_what_is_not_a_number(workplace: Workpla
     workplace.save(x=np.where(np.arange(ROWS)[:, None] == 3, np.nan, workplace.arrays["x"]))
     workplace.succeeded("--no-report")
     norms = workplace.samples()["grad_norm"]
-    outcome = workplace.command("select", "out", "--by", "grad_norm", "--top", "100%", "--output", "a.txt")
-    assert outcome.code == 0, outcome.err
+    workplace.command("select", "out", "--by", "grad_norm", "--top", "100%", "--output", "a.txt").succeeded()
     assert Path("a.txt").read_text().split() == workplace.samples()["id"][norms.notna()].tolist()
     assert len(norms) == norms.notna().sum() + 1
 
 
-def test_rows_by_their_influence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    place = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
-    place.prepare()
+def test_rows_by_their_influence(place: InfluenceWorkplace) -> None:
     place.ranked("--no-report")
-    outcome = place.command("select", "out", "--by", "influence", "--top", "25%", "--output", "top.csv")
-    assert outcome.code == 0, outcome.err
+    place.command("select", "out", "--by", "influence", "--top", "25%", "--output", "top.csv").succeeded()
     training = pd.read_parquet("out/self_influence.parquet")
     assert set(pd.read_csv("top.csv")["id"]) == set(training.nlargest(6, "overall")["id"])
 

@@ -67,8 +67,7 @@ def test_text_task_runs_analyze_influence_and_dp_step_from_one_yaml(
 
     for command in commands:
         options = ["--output", str(tmp_path / command), *(["--no-report"] if command != "dp-step" else [])]
-        outcome = run_command(monkeypatch, capfd, command, str(path), *options)
-        assert outcome.code == 0, outcome.err
+        run_command(monkeypatch, capfd, command, str(path), *options).succeeded()
 
     samples = pd.read_parquet(tmp_path / "analyze" / "samples.parquet")
     assert len(samples) == count

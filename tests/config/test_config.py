@@ -23,6 +23,16 @@ loss: cross_entropy
 data: {path: train.parquet, inputs: pixels, target: label}
 output: runs/digits
 """
+PRIVATE = """\
+privacy:
+  steps: 300
+  delta: 1e-5
+  expected_batch_size: 128
+  sampling: {scheme: poisson, sample_rate: 0.0712}
+  clipping: {norm: 1.0}
+  noise: {multiplier: 1.1}
+  optimizer: {name: SGD, kwargs: {lr: 0.5, momentum: 0.9}}
+"""
 
 
 def write(folder: Path, text: str) -> Path:
@@ -129,11 +139,27 @@ def test_memory_is_a_size_with_a_unit(tmp_path: Path, text: str, size: object) -
     assert Config.model_validate(config.model_dump()).engine.memory == size  # as the manifest has it
 
 
-def test_a_resolved_config_loads_again(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, MINIMAL), ["loss.weight=[1, 2]", "model.kwargs={a: [1, null]}"])
-
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["loss.weight=[1, 2]", "model.kwargs={a: [1, null]}"],
+        ["privacy.sampling={scheme: fixed, batch_size: 128}", "privacy.unit={column: user}"],
+        ["privacy.clipping={groups: layer, norm: 2, rule: automatic}"],
+        ["privacy.noise={target_epsilon: 3}"],
+        [
+            "influence.queries={path: queries.npz, inputs: x, target: y}",
+            "influence.method={name: tracin}",
+            "influence.checkpoints=[{path: a.pt, learning_rate: 0.1}]",
+            "influence.index={path: there}",
+        ],
+        ["influence.evaluate.train={optimizer: newton, weight_decay: 0.1}"],
+    ],
+    ids=["private", "loss", "sampling", "clipping", "noise", "influence", "evaluate"],
+)
+def test_a_resolved_config_loads_again(tmp_path: Path, overrides: list[str]) -> None:
+    config = load_config(write(tmp_path, MINIMAL + PRIVATE), overrides)
     again = load_config(write(tmp_path, yaml.safe_dump(config.model_dump(mode="json"))))
-
     assert again == config
 
 
@@ -363,28 +389,37 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 FULL = Config.model_validate(yaml.safe_load(MINIMAL)).model_dump(mode="json")
 
 
-@pytest.mark.long
-@given(path=st.sampled_from(leaves(FULL)), value=plain_values)
+PRIVATE_CONFIG = yaml.safe_load(MINIMAL + PRIVATE)
+OF_PRIVACY = leaves({"privacy": PRIVATE_CONFIG["privacy"]})[1:]
+OF_PRIVACY += [("privacy", key) for key in ("relation", "unit", "checkpoint_every", "trainable")]
+OF_PRIVACY += [("privacy", "clipping", "groups")]
+
+
+@pytest.mark.parametrize(
+    ("full", "paths"),
+    [
+        pytest.param(FULL, leaves(FULL), id="whole", marks=pytest.mark.long),
+        pytest.param(PRIVATE_CONFIG, OF_PRIVACY, id="privacy"),
+    ],
+)
+@given(data=st.data())
 def test_any_value_anywhere_is_accepted_or_reported(
-    tmp_path_factory: pytest.TempPathFactory, path: tuple[str, ...], value: object
+    tmp_path_factory: pytest.TempPathFactory, full: Any, paths: list[Any], data: st.DataObject
 ) -> None:
-    content = copy.deepcopy(FULL)
+    path, value = data.draw(st.sampled_from(paths)), data.draw(plain_values | st.integers(-3, 3))
+    content, folder = copy.deepcopy(full), tmp_path_factory.getbasetemp()
     group = content
     for key in path[:-1]:
         group = group[key]
     group[path[-1]] = value
-    file = write(tmp_path_factory.getbasetemp(), yaml.safe_dump(content))
     try:
-        config = load_config(file)
+        config = load_config(write(folder, yaml.safe_dump(content, allow_unicode=True)))
     except ConfigError as error:
         assert ".".join(path[:1]) in str(error)  # noqa: PT017
         return
-    assert (
-        load_config(
-            write(tmp_path_factory.getbasetemp(), yaml.safe_dump(config.model_dump(mode="json")))
-        ).output
-        == config.output
-    )
+    resolved = yaml.safe_dump(config.model_dump(mode="json"), allow_unicode=True)
+    again = load_config(write(folder, resolved))
+    assert (again.output, again.privacy) == (config.output, config.privacy)
 
 
 @given(text=st.text(alphabet="abc:-[]{}&*!?|>'\"#%@,~ \n\t01.", max_size=40))

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from psgrad.commands.influence_setup import method_from
 from psgrad.config import IndexConfig, InfluenceConfig, MethodConfig, load_config
 from psgrad.engine.influence.index.stored_index import IndexSpec
 from psgrad.errors import ConfigError
 from psgrad.plugins import METHODS, own_classes
-from tests.config.test_config import MINIMAL
+from tests.config.test_config import MINIMAL, error_of
 
 QUERIES = "{path: queries.npz, inputs: x, target: y}"
 
@@ -25,12 +24,6 @@ def load(folder: Path, *overrides: str) -> InfluenceConfig:
     path = folder / "config.yaml"
     path.write_text(MINIMAL, encoding="utf-8")
     return load_config(path, [f"influence.{override}" for override in overrides]).influence
-
-
-def error_of(folder: Path, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(folder, *overrides)
-    return str(caught.value)
 
 
 # -- What is accepted ----------------------------------------------------------------------------------------
@@ -71,19 +64,6 @@ def test_queries_may_be_a_dataset_of_their_own_or_rows(tmp_path: Path) -> None:
     rows = load(tmp_path, "queries.rows=[3, 1]").queries
     assert rows is not None
     assert (rows.own_data, rows.rows) == (None, [3, 1])
-
-
-def test_a_resolved_section_loads_again(tmp_path: Path) -> None:
-    overrides = [
-        f"queries={QUERIES}",
-        "method={name: tracin}",
-        "checkpoints=[{path: a.pt, learning_rate: 0.1}]",
-        "index={path: there}",
-    ]
-    found = load(tmp_path, *overrides)
-    again = tmp_path / "again.yaml"
-    again.write_text(MINIMAL + yaml.safe_dump({"influence": found.model_dump(mode="json")}), encoding="utf-8")
-    assert load_config(again).influence == found
 
 
 def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
@@ -141,11 +121,12 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
     ],
 )
 def test_mistakes_are_reported(tmp_path: Path, override: str, words: str) -> None:
-    assert words in error_of(tmp_path, override)
+    assert words in error_of(tmp_path, MINIMAL, f"influence.{override}")
 
 
 def test_tracin_names_the_checkpoints_without_a_learning_rate(tmp_path: Path) -> None:
-    told = error_of(tmp_path, "method=tracin", "checkpoints=[{path: a.pt, learning_rate: 0.1}, b.pt, c.pt]")
+    checkpoints = "influence.checkpoints=[{path: a.pt, learning_rate: 0.1}, b.pt, c.pt]"
+    told = error_of(tmp_path, MINIMAL, "influence.method=tracin", checkpoints)
     assert "tracin weighs each checkpoint by its learning rate, and there is none for b.pt, c.pt" in told
 
 

@@ -129,19 +129,6 @@ def test_bfloat16_safetensors(tmp_path: Path) -> None:
     assert load(tmp_path, "data.safetensors", inputs="x").take(range(1, 3)).inputs[0].dtype == torch.float32
 
 
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_scalar_columns_become_one_vector_and_a_bare_name_a_scalar(tmp_path: Path, suffix: str) -> None:
-    frame = pd.DataFrame({"a": [1, 2, 3], "b": [0.5, 1.5, 2.5], "y": [0, 1, 0]})
-    frame.to_csv(tmp_path / "data.csv", index=False)
-    frame.to_parquet(tmp_path / "data.parquet")
-
-    vector = load(tmp_path, f"data.{suffix}", inputs=["a", "b"], target="y").take(range(1, 3)).inputs
-    assert [tensor.tolist() for tensor in vector] == [[[2.0, 1.5], [3.0, 2.5]]]
-    scalar = load(tmp_path, f"data.{suffix}", inputs="a").take(range(1, 3)).inputs
-    assert [tensor.tolist() for tensor in scalar] == [[2, 3]]
-    assert load(tmp_path, f"data.{suffix}", inputs=["a"]).take(range(3)).inputs[0].shape == (3, 1)
-
-
 def test_a_list_column_among_scalars_makes_a_tensor_of_each(tmp_path: Path) -> None:
     name = write_parquet(tmp_path, {"a": [1.0, 2.0], "v": [[1, 2], [3, 4]]})
     assert [tensor.shape for tensor in load(tmp_path, name, inputs=["a", "v"]).take(range(2)).inputs] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,14 +36,28 @@ def test_the_margin_is_the_log_odds_of_the_right_class() -> None:
     assert found.change == "fall of the query's margin, in nats"
 
 
-def test_the_margin_is_finite_where_the_probability_rounds_to_one() -> None:
-    value = measurement("margin").criterion.function(torch.tensor([100.0, 0.0, 0.0]), torch.tensor(0))
-    assert float(-value) == pytest.approx(100 - np.log(2), rel=1e-6)
+@pytest.mark.parametrize(
+    ("name", "loss", "output", "target", "value"),
+    [
+        pytest.param("margin", "cross_entropy", [1.0, 2.0, 0.5], -100, 0.0, id="to be ignored"),
+        pytest.param("logit", "cross_entropy", [1.0, 5.0, -2.0], 2, 2.0, id="logit of the target"),
+        pytest.param("margin", "bce_with_logits", [3.0], [1.0], -3.0, id="of two classes"),
+        pytest.param("margin", "bce_with_logits", [3.0], [0.0], 3.0, id="sign of the label"),
+        pytest.param("margin", "bce_with_logits", [[1.0], [2.0]], [1.0, 0.0], 1.0, id="several labels"),
+        pytest.param(
+            *("margin", "cross_entropy", [100.0, 0.0, 0.0], 0),
+            pytest.approx(np.log(2) - 100, rel=1e-6),
+            id="finite where the probability rounds to one",
+        ),
+    ],
+)
+def test_margins_and_logits_of_one_row(name: str, loss: str, output: Any, target: Any, value: Any) -> None:
+    found = measurement(name, loss).criterion.function(torch.tensor(output), torch.tensor(target))
+    assert float(found) == value
 
 
-def test_the_logit_is_that_of_the_target() -> None:
+def test_the_logit_falls() -> None:
     found = measurement("logit")
-    assert float(found.criterion.function(torch.tensor([1.0, 5.0, -2.0]), torch.tensor(2))) == 2.0
     assert (found.sign, found.change) == (-1, "fall of the logit of the query's class")
 
 
@@ -76,12 +91,6 @@ def test_the_log_probability_of_a_class_is_minus_its_loss() -> None:
 def test_the_log_probability_of_another_shape(loss: str, output: torch.Tensor, target: torch.Tensor) -> None:
     with pytest.raises(LossError, match="the output of one query has shape"):
         measurement("log_probability", loss).criterion.function(output, target)
-
-
-@pytest.mark.parametrize(("target", "expected"), [(1.0, -3.0), (0.0, 3.0)])
-def test_the_margin_of_two_classes_has_the_sign_of_the_label(target: float, expected: float) -> None:
-    found = measurement("margin", "bce_with_logits")
-    assert float(found.criterion.function(torch.tensor([3.0]), torch.tensor([target]))) == expected
 
 
 @pytest.mark.parametrize(
@@ -118,15 +127,3 @@ def test_a_measurement_that_is_no_number_is_refused(tmp_path: Path) -> None:
         LossError, match=r"the measurement own.py:whole returned a tensor of shape \(2,\) for one query"
     ):
         measurement("own.py:whole", base=tmp_path, larger_is="worse").criterion.function(torch.zeros(2), None)
-
-
-def test_margins_of_several_labels_are_not_held_against_one_another() -> None:
-    found = measurement("margin", "bce_with_logits").criterion.function(
-        torch.tensor([[1.0], [2.0]]), torch.tensor([1.0, 0.0])
-    )
-    assert float(found) == -(1.0 - 2.0)
-
-
-def test_a_label_to_be_ignored_has_no_margin() -> None:
-    found = measurement("margin").criterion.function(torch.tensor([1.0, 2.0, 0.5]), torch.tensor(-100))
-    assert float(found) == 0

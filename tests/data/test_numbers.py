@@ -171,14 +171,19 @@ def test_the_length_of_a_column_and_inputs_by_keyword(tmp_path: Path, suffix: st
 
 
 @FORMATS
-def test_a_list_of_columns_of_numbers_is_one_tensor_and_a_mapping_one_of_each(
+def test_a_list_of_columns_of_numbers_is_one_tensor_and_a_mapping_one_of_each_and_a_bare_name_a_scalar(
     tmp_path: Path, suffix: str
 ) -> None:
     name = write(tmp_path, suffix, a=[1, 2], b=[0.5, 1.5], y=[0, 1])
-    listed = load(tmp_path, name, inputs=["a", "b"]).take(range(2)).inputs
-    assert [list(x.shape) for x in listed] == ([[2], [2]] if suffix == "npz" else [[2, 2]])
-    found = load(tmp_path, name, inputs={"a": "a", "b": "b"}).take(range(2)).inputs
-    assert [x.tolist() for x in found] == [[1, 2], [0.5, 1.5]]
+    apart, together = [[1, 2], [0.5, 1.5]], [[[1.0, 0.5], [2.0, 1.5]]]
+    for inputs, expected in (
+        (["a", "b"], apart if suffix == "npz" else together),
+        ({"a": "a", "b": "b"}, apart),
+        ("a", [[1, 2]]),
+        (["a"], [[1, 2]] if suffix == "npz" else [[[1.0], [2.0]]]),
+    ):
+        found = load(tmp_path, name, inputs=inputs).take(range(2)).inputs
+        assert [x.tolist() for x in found] == expected
 
 
 @FORMATS

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from psgrad.errors import ConfigError, DataError
+from psgrad.errors import ConfigError, DataError, PsgradError
 from tests.hugging_face import CHAT_TEMPLATE
 from tests.text_tasks import NAMED, refusal_of, samples_of, text_of
 
@@ -22,6 +22,15 @@ CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content":
 def target_of(*arguments: Any, **options: Any) -> torch.Tensor:
     target = samples_of(*arguments, **options).take(range(1)).target
     return target[0]
+
+
+def of_chats(template: str | None = CHAT_TEMPLATE) -> dict[str, Any]:
+    """The options of samples of chats in the column m, by a tokenizer with this template."""
+    return {
+        "kind": "gpt",
+        "options": {} if template is None else {"chat_template": template},
+        "messages": "m",
+    }
 
 
 def test_completion_begins_at_the_token_with_its_first_character(tmp_path: Path) -> None:
@@ -53,9 +62,7 @@ def test_chat_labels_are_the_tokens_of_the_assistant(marked: bool, tmp_path: Pat
     if not marked:  # found by the tokens that each turn adds
         template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     rows = [{"m": [*CHAT, {"role": "user", "content": "a dog"}, {"role": "assistant", "content": "ran"}]}]
-    samples = samples_of(
-        tmp_path, "causal-lm", rows, kind="gpt", options={"chat_template": template}, messages="m"
-    )
+    samples = samples_of(tmp_path, "causal-lm", rows, **of_chats(template))
     target = samples.take(range(1)).target
     labels = [int(label) for label in target[0] if label != -100]
     said = text_of(samples, labels)
@@ -83,32 +90,18 @@ def test_chat_labels_are_the_tokens_of_the_assistant(marked: bool, tmp_path: Pat
 )
 def test_chat_refused(chat: list[Any], template: str | None, words: str, tmp_path: Path) -> None:
     rows = [{"m": CHAT}, {"m": chat}]
-    options = {} if template is None else {"chat_template": template}
-    said = refusal_of(DataError, tmp_path, "causal-lm", rows, kind="gpt", options=options, messages="m")
-    assert words in said
+    assert words in refusal_of(DataError, tmp_path, "causal-lm", rows, **of_chats(template))
 
 
 def test_chat_of_parts_is_refused_by_a_template_for_texts_and_taken_by_one_for_parts(tmp_path: Path) -> None:
     parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
-    options = {"chat_template": CHAT_TEMPLATE}
-    said = refusal_of(
-        DataError, tmp_path, "causal-lm", [{"m": parts}], kind="gpt", options=options, messages="m"
-    )
+    said = refusal_of(DataError, tmp_path, "causal-lm", [{"m": parts}], **of_chats())
     assert "message 0 of the chat has its content in parts, and the tokenizer's template takes" in said
     text = "{{ message['content'] }}"
     assert text in CHAT_TEMPLATE
-    options = {"chat_template": CHAT_TEMPLATE.replace(text, "{{ message['content'][0]['text'] }}")}
-    of_parts = target_of(
-        tmp_path / "parts", "causal-lm", [{"m": parts}], kind="gpt", options=options, messages="m"
-    )
-    of_texts = target_of(
-        tmp_path / "texts",
-        "causal-lm",
-        [{"m": CHAT}],
-        kind="gpt",
-        options={"chat_template": CHAT_TEMPLATE},
-        messages="m",
-    )
+    template = CHAT_TEMPLATE.replace(text, "{{ message['content'][0]['text'] }}")
+    of_parts = target_of(tmp_path / "parts", "causal-lm", [{"m": parts}], **of_chats(template))
+    of_texts = target_of(tmp_path / "texts", "causal-lm", [{"m": CHAT}], **of_chats())
     assert of_parts.tolist() == of_texts.tolist()
 
 
@@ -122,9 +115,7 @@ def test_chat_keys_of_other_rows_are_not_there_for_the_template(tmp_path: Path) 
         "{{ message['content'] }}",
     )
     rows = [{"m": chat} for chat in chats]
-    samples = samples_of(
-        tmp_path, "causal-lm", rows, kind="gpt", options={"chat_template": template}, messages="m"
-    )
+    samples = samples_of(tmp_path, "causal-lm", rows, **of_chats(template))
     for row, has_word in enumerate((False, True)):
         target = samples.take([row]).target
         labels = [int(label) for label in target[0] if label != -100]
@@ -133,8 +124,7 @@ def test_chat_keys_of_other_rows_are_not_there_for_the_template(tmp_path: Path) 
 
 def test_chats_of_another_form_are_reported_how_to_rename_their_keys(tmp_path: Path) -> None:
     rows = [{"m": [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat"}]}]
-    options = {"chat_template": CHAT_TEMPLATE}
-    said = refusal_of(DataError, tmp_path, "causal-lm", rows, kind="gpt", options=options, messages="m")
+    said = refusal_of(DataError, tmp_path, "causal-lm", rows, **of_chats())
     assert "the messages in 'm' have the keys from, value; expected role (system, user, assistant)" in said
     assert "rename the keys: from is role, value is content" in said
 
@@ -158,47 +148,42 @@ CLASSIFY = {"text": "t", "target": "y"}
 TAGS = "token-classification"
 
 
+T = {"t": TEXT}
+
+
+@pytest.mark.every(1)
 @pytest.mark.parametrize(
-    ("task", "row", "data", "words"),
+    ("kind", "task", "row", "data", "words"),
     [
-        ("causal-lm", {"t": TEXT}, {"text": "t", "target": "t"}, "the labels are the text's"),
-        ("causal-lm", {"t": TEXT}, {"text": ["t", "u"]}, "two columns of text"),
+        (ConfigError, "causal-lm", T, {"text": "t", "target": "t"}, "the labels are the text's"),
+        (ConfigError, "causal-lm", T, {"text": ["t", "u"]}, "two columns of text"),
         (
-            "masked-lm",
-            {"t": TEXT},
-            {"text": "t", "target": "t"},
+            *(ConfigError, "masked-lm", T, {"text": "t", "target": "t"}),
             "data.target is given for the task masked-lm",
         ),
-        ("seq2seq-lm", {"t": TEXT}, {"text": "t"}, "data.target is missing for the task seq2seq-lm"),
-        ("image-classification", {"t": TEXT}, {"text": "t"}, "and model.task is image-class"),
+        (ConfigError, "seq2seq-lm", T, {"text": "t"}, "data.target is missing for the task seq2seq-lm"),
+        (ConfigError, "image-classification", T, {"text": "t"}, "and model.task is image-class"),
+        (DataError, "causal-lm", {"t": " "}, {"text": "t"}, "the text in 't' is empty"),
+        (DataError, "causal-lm", {"t": None}, {"text": "t"}, "'t' is of type null"),
+        (DataError, "causal-lm", {"t": 5}, {"text": "t"}, "'t' is of type int64"),
+        (DataError, "causal-lm", T | {"w": "heavy"}, {"text": "t", "weight": "w"}, "'w' is of type string"),
+        (
+            *(DataError, "causal-lm", T | {"w": 1e300}, {"text": "t", "weight": "w"}),
+            "the weight 'w' is 1e+300 in",
+        ),
+        (DataError, "causal-lm", {"t": "an emoji \ud83d"}, {"text": "t"}, "'t' holds half of a character"),
+        (DataError, TAGS, {"t": ["the", "cat"], "y": [0]}, CLASSIFY, "has 2 words and 1 labels"),
+        (DataError, TAGS, {"t": ["the"], "y": None}, CLASSIFY, "'y' is of type null"),
+        (DataError, TAGS, {"t": "the cat", "y": [0, 1]}, CLASSIFY, "expected a list of words in each row"),
+        (DataError, TAGS, {"t": ["the", None], "y": [0, 1]}, CLASSIFY, "the word at position 1 is missing"),
+        (DataError, "regression", T | {"y": [1.0, 2.0]}, CLASSIFY, "the length of 'y' is 2; expected 1"),
     ],
 )
-def test_task_refuses_a_config(
-    task: str, row: dict[str, Any], data: dict[str, Any], words: str, tmp_path: Path
+def test_task_refuses_a_config_and_a_row(
+    kind: type[PsgradError], task: str, row: Any, data: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    assert words in refusal_of(ConfigError, tmp_path, task, [row], kind=TOKENIZERS.get(task, "bert"), **data)
-
-
-@pytest.mark.parametrize(
-    ("task", "row", "data", "words"),
-    [
-        ("causal-lm", {"t": " "}, {"text": "t"}, "the text in 't' is empty"),
-        ("causal-lm", {"t": None}, {"text": "t"}, "'t' is of type null"),
-        ("causal-lm", {"t": 5}, {"text": "t"}, "'t' is of type int64"),
-        ("causal-lm", {"t": TEXT, "w": "heavy"}, {"text": "t", "weight": "w"}, "'w' is of type string"),
-        ("causal-lm", {"t": TEXT, "w": 1e300}, {"text": "t", "weight": "w"}, "the weight 'w' is 1e+300 in"),
-        ("causal-lm", {"t": "half an emoji \ud83d"}, {"text": "t"}, "'t' holds half of a character"),
-        (TAGS, {"t": ["the", "cat"], "y": [0]}, CLASSIFY, "has 2 words and 1 labels"),
-        (TAGS, {"t": ["the"], "y": None}, CLASSIFY, "'y' is of type null"),
-        (TAGS, {"t": "the cat", "y": [0, 1]}, CLASSIFY, "expected a list of words in each row"),
-        (TAGS, {"t": ["the", None], "y": [0, 1]}, CLASSIFY, "the word at position 1 is missing"),
-        ("regression", {"t": TEXT, "y": [1.0, 2.0]}, CLASSIFY, "the length of 'y' is 2; expected 1"),
-    ],
-)
-def test_task_refuses_a_row(
-    task: str, row: dict[str, Any], data: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    assert words in refusal_of(DataError, tmp_path, task, [row], kind=TOKENIZERS.get(task, "bert"), **data)
+    tokenizer = TOKENIZERS.get(task, "bert")
+    assert words in refusal_of(kind, tmp_path, task, [row], kind=tokenizer, **data)
 
 
 def rows(*labels: object) -> list[dict[str, object]]:

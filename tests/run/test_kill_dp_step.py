@@ -15,7 +15,6 @@ from safetensors.torch import load
 
 from psgrad.commands.dp_step import dp_step
 from psgrad.config import load_config
-from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.snapshot import Snapshot
 from psgrad.errors import ConfigError
 from psgrad.run import RunFolder
@@ -23,7 +22,7 @@ from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import has_begun
 from psgrad.run.results import Progress
 from tests.crashes import Go, Tell, kill_and_resume, points_of
-from tests.private_workplace import PrivateWorkplace
+from tests.private_workplace import PrivateWorkplace, leave_out_slow_parts
 from tests.workplace import Workplace
 
 STEPS = 1  # are taken by each process
@@ -34,18 +33,10 @@ def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWor
     """Steps of a run with momentum and a checkpoint after each, without the slow accountant; of the figure
     its file alone.
     """
-    monkeypatch.setattr("psgrad.reports.figures.Plot.png", lambda plot: b"a figure")
-    monkeypatch.setattr(
-        "psgrad.commands.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
-    )
+    leave_out_slow_parts(monkeypatch)
     private = PrivateWorkplace(workplace)
-    private.privacy.update(
-        {
-            "steps": 100,
-            "checkpoint_every": 1,
-            "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}},
-        }
-    )
+    optimizer = {"name": "SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
+    private.privacy.update({"steps": 100, "checkpoint_every": 1, "optimizer": optimizer})
     return private
 
 
