@@ -181,7 +181,6 @@ WITHOUT_SECOND_DERIVATIVE_IN_TORCH = {
     "mlp-with-multi-margin",
     "mlp-with-multi-label-margin",
     "mobilenet",
-    "squeeze-excitation",
     "prototypes",
     "weight-norm",
     *(name for architecture in ARCHITECTURES if (name := architecture.name).startswith("bag-of-")),
