@@ -32,21 +32,6 @@ def head(channels: int) -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
 
 
-def alexnet() -> nn.Module:
-    """With local response normalisation and overlapping pools."""
-    return nn.Sequential(
-        nn.Conv2d(3, 6, kernel_size=3, stride=2, padding=1),
-        nn.ReLU(inplace=True),
-        nn.LocalResponseNorm(3),
-        nn.MaxPool2d(3, stride=2),
-        nn.Conv2d(6, 8, kernel_size=3, padding=1),
-        nn.ReLU(inplace=True),
-        nn.AdaptiveMaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32, CLASSES),
-    )
-
-
 class Bottleneck(nn.Module):
     """1x1, 3x3 (in groups: ResNeXt), 1x1, each with BatchNorm, beside a shortcut."""
 
@@ -275,7 +260,6 @@ def detection_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 
 ARCHITECTURES = (
-    Architecture("alexnet", alexnet, draw_images(3, 16)),
     Architecture("resnet-batch-norm", lambda: bottlenecks(groups=1), draw_images(3, 16)),
     Architecture("resnext", lambda: bottlenecks(groups=2), draw_images(3, 16)),
     Architecture(

@@ -11,36 +11,6 @@ from tests.small_models import CLASSES, VOCABULARY, Architecture
 WIDTH = 5
 
 
-class Bag(nn.Module):
-    """Words without order, their embeddings summed, averaged, or the largest of each feature."""
-
-    def __init__(self, mode: str) -> None:
-        super().__init__()
-        self.words, self.head = nn.EmbeddingBag(VOCABULARY, WIDTH, mode=mode), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.words(tokens))
-
-
-class WeightedBag(nn.Module):
-    """Two bags of words a sample, cut by offsets, each word with a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = (
-            nn.EmbeddingBag(VOCABULARY, WIDTH, mode="sum", include_last_offset=False),
-            nn.Linear(2 * WIDTH, CLASSES),
-        )
-
-    def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        offsets = torch.tensor([0, 3], device=tokens.device)
-        return self.head(self.words(tokens[0], offsets, per_sample_weights=weights[0]).reshape(1, -1))
-
-
-def draw_words(n: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(VOCABULARY, (n, 6)), torch.randint(CLASSES, (n,))
-
-
 class NegativeSampling(nn.Module):
     """word2vec: a word beside one that was near it and some that were not."""
 
@@ -146,15 +116,6 @@ def one_number(n: int) -> Tensor:
 
 
 ARCHITECTURES = (
-    *(
-        Architecture(f"bag-of-words-{mode}", lambda mode=mode: Bag(mode), draw_words)
-        for mode in ("sum", "mean", "max")
-    ),
-    Architecture(
-        "bag-of-weighted-words",
-        WeightedBag,
-        lambda n: ((torch.randint(VOCABULARY, (n, 6)), torch.rand(n, 6)), torch.randint(CLASSES, (n,))),
-    ),
     Architecture(
         "word2vec",
         NegativeSampling,

@@ -183,7 +183,6 @@ WITHOUT_SECOND_DERIVATIVE_IN_TORCH = {
     "mobilenet",
     "prototypes",
     "weight-norm",
-    *(name for architecture in ARCHITECTURES if (name := architecture.name).startswith("bag-of-")),
 }
 # Nor has psgrad: refused by name.
 WITHOUT_SECOND_DERIVATIVE = {"mlp-with-ctc"}
