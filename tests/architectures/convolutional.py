@@ -32,36 +32,6 @@ def head(channels: int) -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
 
 
-def lenet() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, kernel_size=5, padding=2),
-        nn.Tanh(),
-        nn.AvgPool2d(2),
-        nn.Conv2d(4, 6, kernel_size=3),
-        nn.Tanh(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(6, 10),
-        nn.Tanh(),
-        nn.Linear(10, CLASSES),
-    )
-
-
-def alexnet() -> nn.Module:
-    """With local response normalisation and overlapping pools."""
-    return nn.Sequential(
-        nn.Conv2d(3, 6, kernel_size=3, stride=2, padding=1),
-        nn.ReLU(inplace=True),
-        nn.LocalResponseNorm(3),
-        nn.MaxPool2d(3, stride=2),
-        nn.Conv2d(6, 8, kernel_size=3, padding=1),
-        nn.ReLU(inplace=True),
-        nn.AdaptiveMaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32, CLASSES),
-    )
-
-
 class Bottleneck(nn.Module):
     """1x1, 3x3 (in groups: ResNeXt), 1x1, each with BatchNorm, beside a shortcut."""
 
@@ -100,31 +70,6 @@ def bottlenecks(groups: int) -> nn.Module:
     )
 
 
-class Dense(nn.Module):
-    """Every layer reads all channels made before it; a transition halves them."""
-
-    def __init__(self, channels: int, growth: int, layers: int) -> None:
-        super().__init__()
-        widths = [channels + growth * i for i in range(layers)]
-        self.layers = nn.ModuleList(
-            nn.Sequential(batch_norm(width), nn.ReLU(), conv3x3(width, growth)) for width in widths
-        )
-        last = channels + growth * layers
-        self.transition = nn.Sequential(
-            batch_norm(last), nn.ReLU(), nn.Conv2d(last, last // 2, 1, bias=False), nn.AvgPool2d(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = [x]
-        for layer in self.layers:
-            found.append(layer(torch.cat(found, dim=1)))
-        return self.transition(torch.cat(found, dim=1))
-
-
-def densenet() -> nn.Module:
-    return nn.Sequential(conv3x3(3, 4), Dense(4, 2, 2), Dense(4, 2, 2), head(4))
-
-
 class SqueezeExcitation(nn.Module):
     """Channels weighed by what the image as a whole looks like."""
 
@@ -157,49 +102,6 @@ class InvertedResidual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inside(x)
-
-
-class ConvNeXtBlock(nn.Module):
-    """A wide depthwise convolution, then a network on each pixel, scaled by a parameter of its own."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.depthwise = nn.Conv2d(width, width, kernel_size=7, padding=3, groups=width)
-        self.norm = nn.LayerNorm(width)
-        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.scale = nn.Parameter(0.3 * torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        inside = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        inside = self.scale * self.narrow(F.gelu(self.widen(inside)))
-        return x + inside.permute(0, 3, 1, 2)
-
-
-def convnext() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 6, kernel_size=2, stride=2), ConvNeXtBlock(6), ConvNeXtBlock(6), head(6)
-    )
-
-
-class Inception(nn.Module):
-    """Kernels of several shapes side by side, a pool among them; each path ends in an instance norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.point = nn.Conv2d(3, 2, 1)
-        self.wide = nn.Sequential(
-            nn.Conv2d(3, 2, (1, 3), padding=(0, 1)), nn.Conv2d(2, 3, (3, 1), padding=(1, 0))
-        )
-        self.dilated = nn.Conv2d(3, 2, 3, padding=2, dilation=2, padding_mode="replicate")
-        self.pooled = nn.Sequential(
-            nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False), nn.Conv2d(3, 2, 1, bias=False)
-        )
-        self.norm = nn.InstanceNorm2d(9, affine=True)
-        self.head = nn.Linear(9, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        paths = torch.cat([self.point(x), self.wide(x), self.dilated(x), self.pooled(x)], dim=1)
-        return self.head(F.leaky_relu(self.norm(paths), 0.1).amax((2, 3)))
 
 
 class UNet(nn.Module):
@@ -237,47 +139,6 @@ UPSAMPLINGS: dict[str, nn.Module] = {
     "bicubic": nn.Upsample(scale_factor=2, mode="bicubic"),
     "area": nn.Upsample(size=(6, 6), mode="area"),
 }
-
-
-class SuperResolution(nn.Module):
-    """Channels become pixels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.ReflectionPad2d(1), nn.Conv2d(1, 4, 3), nn.PReLU(4), conv3x3(4, 4), nn.PixelShuffle(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.interpolate(x, scale_factor=2, mode="bilinear", antialias=True) + self.features(x)
-
-
-class CausalConvolutions(nn.Module):
-    """WaveNet: gated dilated convolutions that see the past alone, with skips."""
-
-    def __init__(self, channels: int = 4) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(CLASSES, channels)
-        self.layers = nn.ModuleList(
-            nn.Conv1d(channels, 2 * channels, kernel_size=2, dilation=2**i) for i in range(3)
-        )
-        self.mixing = nn.ModuleList(nn.Conv1d(channels, channels, 1) for _ in range(3))
-        self.head = nn.Conv1d(channels, CLASSES, 1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens).transpose(1, 2)
-        skipped = torch.zeros_like(x)
-        for i, (layer, mixing) in enumerate(zip(self.layers, self.mixing, strict=True)):
-            signal, gate = layer(F.pad(x, (2**i, 0))).chunk(2, dim=1)
-            gated = mixing(torch.tanh(signal) * torch.sigmoid(gate))
-            skipped += gated
-            x = x + gated
-        return self.head(F.relu(skipped))
-
-
-def draw_tokens_ahead(n: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(CLASSES, (n, 9))
-    return tokens[:, :-1], tokens[:, 1:]
 
 
 def volumes() -> nn.Module:
@@ -337,23 +198,13 @@ def detection_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 
 ARCHITECTURES = (
-    Architecture("lenet", lenet, draw_images(1, 8)),
-    Architecture("alexnet", alexnet, draw_images(3, 16)),
     Architecture("resnet-batch-norm", lambda: bottlenecks(groups=1), draw_images(3, 16)),
     Architecture("resnext", lambda: bottlenecks(groups=2), draw_images(3, 16)),
-    Architecture("densenet", densenet, draw_images(3, 8)),
     Architecture(
         "mobilenet",
         lambda: nn.Sequential(conv3x3(3, 4, 2), InvertedResidual(4, 2), head(4)),
         draw_images(3, 8),
     ),
-    Architecture(
-        "squeeze-excitation",
-        lambda: nn.Sequential(conv3x3(3, 6), SqueezeExcitation(6), head(6)),
-        draw_images(3, 6),
-    ),
-    Architecture("convnext", convnext, draw_images(3, 8)),
-    Architecture("inception", Inception, draw_images(3, 6)),
     Architecture(
         "unet-transposed",
         lambda: UNet(nn.ConvTranspose2d(4, 4, kernel_size=2, stride=2)),
@@ -364,13 +215,6 @@ ARCHITECTURES = (
         Architecture(f"unet-{name}", lambda up=up: UNet(up), draw_labelled_pixels, pixel_loss)
         for name, up in UPSAMPLINGS.items()
     ),
-    Architecture(
-        "super-resolution",
-        SuperResolution,
-        lambda n: (torch.randn(n, 1, 4, 4), torch.randn(n, 1, 8, 8)),
-        F.l1_loss,
-    ),
-    Architecture("wavenet", CausalConvolutions, draw_tokens_ahead, lambda o, y: F.cross_entropy(o.t(), y)),
     Architecture("volumes", volumes, lambda n: (torch.randn(n, 1, 7, 7, 7), torch.randint(CLASSES, (n,)))),
     Architecture("spatial-transformer", SpatialTransformer, draw_images(1, 8)),
     Architecture(

@@ -1,4 +1,6 @@
-"""Multilayer perceptrons: one for each common activation, and one for each common loss."""
+"""Multilayer perceptrons: one with all common activations, one with all common losses, and those that have
+something of their own.
+"""
 
 from __future__ import annotations
 
@@ -12,40 +14,28 @@ from tests.small_models import CLASSES, Architecture
 
 WIDTH = 6
 
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "relu": nn.ReLU,
-    "relu-in-place": lambda: nn.ReLU(inplace=True),
-    "leaky-relu": nn.LeakyReLU,
-    "prelu": lambda: nn.PReLU(8),
-    "rrelu": nn.RReLU,
-    "elu": nn.ELU,
-    "celu": lambda: nn.CELU(0.5),
-    "selu": nn.SELU,
-    "gelu": nn.GELU,
-    "gelu-tanh": lambda: nn.GELU(approximate="tanh"),
-    "silu": nn.SiLU,
-    "mish": nn.Mish,
-    "softplus": nn.Softplus,
-    "softsign": nn.Softsign,
-    "sigmoid": nn.Sigmoid,
-    "log-sigmoid": nn.LogSigmoid,
-    "tanh": nn.Tanh,
-    "hardtanh": nn.Hardtanh,
-    "relu6": nn.ReLU6,
-    "hardswish": nn.Hardswish,
-    "hardsigmoid": nn.Hardsigmoid,
-    "tanhshrink": nn.Tanhshrink,
-    "softshrink": lambda: nn.Softshrink(0.1),
-    "hardshrink": lambda: nn.Hardshrink(0.1),
-    "threshold": lambda: nn.Threshold(0.1, -0.2),
-    "softmax": lambda: nn.Softmax(-1),
-    "softmin": lambda: nn.Softmin(-1),
-    "log-softmax": lambda: nn.LogSoftmax(-1),
-    "glu": lambda: nn.Sequential(nn.Linear(8, 16), nn.GLU()),
-    "swiglu": lambda: SwiGLU(8),
-    "maxout": lambda: Maxout(8, pieces=3),
-    "sine": lambda: Sine(),
-}
+PLAIN = """ReLU LeakyReLU RReLU ELU SELU GELU SiLU Mish Softplus Softsign Sigmoid LogSigmoid Tanh Hardtanh
+ReLU6 Hardswish Tanhshrink"""
+
+
+class EveryActivation(nn.Module):
+    """The sum of what all activations make of the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.ModuleList(
+            [
+                *(getattr(nn, name)() for name in PLAIN.split()),
+                *(kind(0.1) for kind in (nn.Softshrink, nn.Hardshrink)),
+                *(kind(-1) for kind in (nn.Softmax, nn.Softmin, nn.LogSoftmax)),
+                nn.CELU(0.5),
+                nn.GELU(approximate="tanh"),
+                nn.Threshold(0.1, -0.2),
+            ]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(activation(x) for activation in self.all)
 
 
 class SwiGLU(nn.Module):
@@ -87,6 +77,18 @@ class Dropped(nn.Module):
         return F.dropout(x, p=0.4, training=True)
 
 
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "every-activation": EveryActivation,
+    "relu-in-place": lambda: nn.ReLU(inplace=True),
+    "prelu": lambda: nn.PReLU(8),
+    "hardsigmoid": nn.Hardsigmoid,
+    "glu": lambda: nn.Sequential(nn.Linear(8, 16), nn.GLU()),
+    "swiglu": lambda: SwiGLU(8),
+    "maxout": lambda: Maxout(8, pieces=3),
+    "sine": Sine,
+}
+
+
 def perceptron(activation: Callable[[], nn.Module], outputs: int = CLASSES) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 8), activation(), nn.Linear(8, outputs))
 
@@ -95,114 +97,65 @@ def classified(n: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, WIDTH), torch.randint(CLASSES, (n,))
 
 
-def with_target(target: Callable[[int], Tensor]) -> Callable[[int], tuple[Tensor, Tensor]]:
-    return lambda n: (torch.randn(n, WIDTH), target(n))
+def with_numbers(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, WIDTH), torch.rand(n, CLASSES)
 
 
-def class_numbers(n: int) -> Tensor:
-    return torch.randint(CLASSES, (n,))
-
-
-def numbers(n: int) -> Tensor:
-    return torch.randn(n, CLASSES)
-
-
-def shares(n: int) -> Tensor:
-    return torch.rand(n, CLASSES)
-
-
-def distributions(n: int) -> Tensor:
-    return torch.randn(n, CLASSES).softmax(-1)
-
-
-def signs(n: int) -> Tensor:
-    return torch.randint(2, (n, CLASSES)).float() * 2 - 1
-
-
-def one_sign(n: int) -> Tensor:
-    return torch.randint(2, (n,)).float() * 2 - 1
-
-
-def labels_then_end(n: int) -> Tensor:
+def with_labels_then_end(n: int) -> tuple[Tensor, Tensor]:
     """Two labels of each sample, then -1, which says that there are no more."""
     pairs = torch.stack([torch.randperm(CLASSES)[:2] for _ in range(n)])
-    return torch.cat([pairs, torch.full((n, CLASSES - 2), -1)], dim=1)
+    return torch.randn(n, WIDTH), torch.cat([pairs, torch.full((n, CLASSES - 2), -1)], dim=1)
 
 
-def class_weights(like: Tensor) -> Tensor:
-    return torch.linspace(0.5, 2, CLASSES, dtype=like.dtype, device=like.device)
+def every_loss(o: Tensor, y: Tensor) -> Tensor:
+    """The sum of all common losses, which take the target for shares, a distribution, signs or a class."""
+    shares, spread, label = y, y.softmax(-1), y.argmax()
+    signs, weights = (y > 0.5).to(o.dtype) * 2 - 1, torch.linspace(0.5, 2, CLASSES).to(o)
+    losses = (
+        F.cross_entropy(o, label, label_smoothing=0.1),
+        F.cross_entropy(o, label, weight=weights, reduction="sum"),
+        F.cross_entropy(o, spread),
+        F.nll_loss(o.log_softmax(-1), label),
+        (1 - torch.exp(-F.cross_entropy(o, label))) ** 2 * F.cross_entropy(o, label),
+        F.binary_cross_entropy(o.sigmoid(), shares),
+        F.binary_cross_entropy_with_logits(o, shares, pos_weight=weights),
+        F.mse_loss(o, shares),
+        F.l1_loss(o, shares),
+        F.smooth_l1_loss(o, shares, beta=0.5),
+        F.huber_loss(o, shares, delta=0.7),
+        torch.log(torch.cosh(o - shares)).mean(),
+        torch.maximum(0.9 * (shares - o), -0.1 * (shares - o)).mean(),
+        F.kl_div(o.log_softmax(-1), spread, reduction="sum"),
+        F.poisson_nll_loss(o, shares, full=True),
+        F.gaussian_nll_loss(o, shares, F.softplus(o)),
+        F.hinge_embedding_loss(o, signs),
+        F.soft_margin_loss(o, signs),
+        F.multilabel_soft_margin_loss(o, shares),
+        F.cosine_embedding_loss(o[:3], o[3:6], signs[0], margin=0.1),
+        F.margin_ranking_loss(o[0], o[1], signs[0], margin=0.5),
+        F.triplet_margin_loss(o[None, :2], o[None, 2:4], o[None, 4:6]),
+    )
+    return torch.stack(losses).sum()
 
-
-# name -> (outputs of the network, target, loss)
-LOSSES: dict[str, tuple[int, Callable[[int], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "smoothed-cross-entropy": (
-        CLASSES,
-        class_numbers,
-        lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1),
-    ),
-    "weighted-cross-entropy": (
-        CLASSES,
-        class_numbers,
-        lambda o, y: F.cross_entropy(o, y, weight=class_weights(o), reduction="sum"),
-    ),
-    "cross-entropy-with-distributions": (CLASSES, distributions, F.cross_entropy),
-    "nll": (CLASSES, class_numbers, lambda o, y: F.nll_loss(o.log_softmax(-1), y)),
-    "focal": (
-        CLASSES,
-        class_numbers,
-        lambda o, y: (1 - torch.exp(-F.cross_entropy(o, y))) ** 2 * F.cross_entropy(o, y),
-    ),
-    "binary-cross-entropy": (CLASSES, shares, lambda o, y: F.binary_cross_entropy(o.sigmoid(), y)),
-    "binary-cross-entropy-with-logits": (
-        CLASSES,
-        shares,
-        lambda o, y: F.binary_cross_entropy_with_logits(o, y, pos_weight=class_weights(o)),
-    ),
-    "mse": (CLASSES, numbers, F.mse_loss),
-    "l1": (CLASSES, numbers, F.l1_loss),
-    "smooth-l1": (CLASSES, numbers, lambda o, y: F.smooth_l1_loss(o, y, beta=0.5)),
-    "huber": (CLASSES, numbers, lambda o, y: F.huber_loss(o, y, delta=0.7)),
-    "log-cosh": (CLASSES, numbers, lambda o, y: torch.log(torch.cosh(o - y)).mean()),
-    "quantile": (CLASSES, numbers, lambda o, y: torch.maximum(0.9 * (y - o), -0.1 * (y - o)).mean()),
-    "kl-divergence": (CLASSES, distributions, lambda o, y: F.kl_div(o.log_softmax(-1), y, reduction="sum")),
-    "poisson": (CLASSES, shares, lambda o, y: F.poisson_nll_loss(o, y, full=True)),
-    "gaussian": (
-        2 * CLASSES,
-        numbers,
-        lambda o, y: F.gaussian_nll_loss(o[:CLASSES], y, F.softplus(o[CLASSES:])),
-    ),
-    "hinge-embedding": (CLASSES, signs, F.hinge_embedding_loss),
-    "soft-margin": (CLASSES, signs, F.soft_margin_loss),
-    "multi-label-soft-margin": (CLASSES, shares, F.multilabel_soft_margin_loss),
-    "multi-margin": (CLASSES, class_numbers, F.multi_margin_loss),
-    "multi-label-margin": (CLASSES, labels_then_end, F.multilabel_margin_loss),
-    "cosine-embedding": (8, one_sign, lambda o, y: F.cosine_embedding_loss(o[:4], o[4:], y, margin=0.1)),
-    "margin-ranking": (2, one_sign, lambda o, y: F.margin_ranking_loss(o[0], o[1], y, margin=0.5)),
-    "triplet-margin": (
-        9,
-        one_sign,
-        lambda o, y: F.triplet_margin_loss(o[None, :3], o[None, 3:6], o[None, 6:]),
-    ),
-    "ctc": (
-        6 * CLASSES,
-        lambda n: torch.randint(1, CLASSES, (n, 3)),
-        lambda o, y: F.ctc_loss(o.reshape(6, CLASSES).log_softmax(-1), y, torch.tensor(6), torch.tensor(3)),
-    ),
-}
 
 ARCHITECTURES = (
     *(
         Architecture(f"mlp-{name}", lambda make=make: perceptron(make), classified)
         for name, make in ACTIVATIONS.items()
     ),
-    *(
-        Architecture(
-            f"mlp-with-{name}",
-            lambda outputs=outputs: perceptron(nn.Tanh, outputs),
-            with_target(target),
-            loss,
-        )
-        for name, (outputs, target, loss) in LOSSES.items()
+    Architecture("mlp-with-every-loss", lambda: perceptron(nn.Tanh), with_numbers, every_loss),
+    Architecture("mlp-with-multi-margin", lambda: perceptron(nn.Tanh), classified, F.multi_margin_loss),
+    Architecture(
+        "mlp-with-multi-label-margin",
+        lambda: perceptron(nn.Tanh),
+        with_labels_then_end,
+        F.multilabel_margin_loss,
+    ),
+    Architecture(
+        "mlp-with-ctc",
+        lambda: perceptron(nn.Tanh, 6 * CLASSES),
+        lambda n: (torch.randn(n, WIDTH), torch.randint(1, CLASSES, (n, 3))),
+        lambda o, y: F.ctc_loss(o.reshape(6, CLASSES).log_softmax(-1), y, torch.tensor(6), torch.tensor(3)),
     ),
     Architecture(
         "mlp-dropout",

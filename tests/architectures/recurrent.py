@@ -84,31 +84,6 @@ class Tagger(nn.Module):
         return self.head(self.layer(self.words(tokens))[0])
 
 
-class Attending(nn.Module):
-    """A decoder cell that looks at all states of the encoder at each step (Bahdanau)."""
-
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.words = nn.Embedding(VOCABULARY, width)
-        self.encoder = nn.GRU(width, width, bidirectional=True, batch_first=True)
-        self.keys, self.query, self.score = (
-            nn.Linear(2 * width, width, bias=False),
-            nn.Linear(width, width),
-            nn.Linear(width, 1),
-        )
-        self.cell, self.head = nn.GRUCell(3 * width, width), nn.Linear(width, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        embedded = self.words(tokens)
-        states, last = self.encoder(embedded)
-        keys, state, outputs = self.keys(states), last[0], []
-        for t in range(tokens.shape[1]):
-            weights = self.score(torch.tanh(keys + self.query(state)[:, None])).softmax(1)
-            state = self.cell(torch.cat([embedded[:, t], (weights * states).sum(1)], dim=1), state)
-            outputs.append(self.head(state))
-        return torch.stack(outputs, dim=1)
-
-
 class ByHand(nn.Module):
     """A recurrence of bare parameters, written into an array as it goes."""
 
@@ -132,21 +107,6 @@ ARCHITECTURES = (
     Architecture("gru", lambda: LastState(nn.GRU(WIDTH, 5, batch_first=True), 5), draw_sequences),
     Architecture("rnn", lambda: LastState(nn.RNN(WIDTH, 5, batch_first=True), 5), draw_sequences),
     Architecture(
-        "rnn-relu",
-        lambda: LastState(nn.RNN(WIDTH, 5, nonlinearity="relu", batch_first=True), 5),
-        draw_sequences,
-    ),
-    Architecture(
-        "lstm-without-bias",
-        lambda: LastState(nn.LSTM(WIDTH, 5, bias=False, batch_first=True), 5),
-        draw_sequences,
-    ),
-    Architecture(
-        "lstm-projected",
-        lambda: LastState(nn.LSTM(WIDTH, 5, proj_size=3, batch_first=True), 3),
-        draw_sequences,
-    ),
-    Architecture(
         "lstm-two-layers-both-ways",
         lambda: FinalStates(nn.LSTM(WIDTH, 3, num_layers=2, bidirectional=True)),
         draw_sequences,
@@ -156,18 +116,14 @@ ARCHITECTURES = (
         lambda: FinalStates(nn.GRU(WIDTH, 3, num_layers=2, bidirectional=True)),
         draw_sequences,
     ),
-    Architecture("rnn-both-ways", lambda: FinalStates(nn.RNN(WIDTH, 3, bidirectional=True)), draw_sequences),
-    Architecture("lstm-packed", lambda: Packed(nn.LSTM(WIDTH, 5, batch_first=True), 5), draw_sequences),
     Architecture(
         "gru-packed-both-ways",
         lambda: Packed(nn.GRU(WIDTH, 3, bidirectional=True, batch_first=True), 6),
         draw_sequences,
     ),
-    Architecture("rnn-packed", lambda: Packed(nn.RNN(WIDTH, 5, batch_first=True), 5), draw_sequences),
     Architecture("lstm-cell", lambda: Cells(nn.LSTMCell(WIDTH, 5)), draw_sequences),
     Architecture("gru-cell", lambda: Cells(nn.GRUCell(WIDTH, 5)), draw_sequences),
     Architecture("rnn-cell", lambda: Cells(nn.RNNCell(WIDTH, 5)), draw_sequences),
     Architecture("recurrence-by-hand", ByHand, draw_sequences),
     Architecture("tagger", Tagger, draw_passages, F.cross_entropy),
-    Architecture("attention-over-gru", Attending, draw_passages, F.cross_entropy),
 )

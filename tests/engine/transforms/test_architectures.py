@@ -181,10 +181,8 @@ WITHOUT_SECOND_DERIVATIVE_IN_TORCH = {
     "mlp-with-multi-margin",
     "mlp-with-multi-label-margin",
     "mobilenet",
-    "squeeze-excitation",
     "prototypes",
     "weight-norm",
-    *(name for architecture in ARCHITECTURES if (name := architecture.name).startswith("bag-of-")),
 }
 # Nor has psgrad: refused by name.
 WITHOUT_SECOND_DERIVATIVE = {"mlp-with-ctc"}

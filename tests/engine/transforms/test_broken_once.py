@@ -104,6 +104,7 @@ def written_inside(wrap: Callable[..., Any], what: str) -> Tensor:
 
 
 LATE: dict[str, Callable[[], Any]] = {
+    "a captured tensor": lambda: written_outside(lambda w: w, vjp),
     "a view of a captured tensor": lambda: written_outside(lambda w: w.view(3), vjp),
     "one of several views": lambda: written_outside(lambda w: w.expand(2, 3).unbind()[1], vjp),
     "a view, linearized": lambda: written_outside(lambda w: w.view(3), linearize),

@@ -50,7 +50,7 @@ def same(ours: Any, theirs: Any) -> None:
             assert x == y
             continue
         assert type(x) is Tensor
-        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12, equal_nan=True)
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, equal_nan=True)
         assert x.requires_grad == y.requires_grad
 
 
@@ -387,6 +387,14 @@ def statistics(tf: Any) -> Any:
     return tf.grad(loss)(params, buffers, M), buffers, dict(norm.named_buffers())
 
 
+def cubic(x: Tensor) -> Tensor:
+    return (x**3).sum() + (x[0] * x[1]).exp()
+
+
+def times_a_gradient_without_record(tf: Any, x: Tensor) -> Tensor:
+    return (under_no_grad(tf.grad(cubic))(x) * x).sum()
+
+
 def kept(tf: Any) -> list[Tensor]:
     """Values that outlive their transforms. (Of vmap's torch.func's can't be used.)"""
     values: list[Tensor] = []
@@ -416,6 +424,16 @@ PROGRAMS |= {
         tf.grad(lambda x: (x.sum(), torch.tensor(torch.is_grad_enabled())), has_aux=True)
     )(X),
     "inference mode inside vmap": lambda tf: torch.inference_mode()(tf.vmap)(lambda x: x.square().sum())(M),
+    "no_grad inside grad": lambda tf: tf.grad(
+        lambda x: (under_no_grad(torch.mul)(x, 2) * x + x.detach()).sum()
+    )(X),
+    "no_grad between two levels": lambda tf: tf.grad(functools.partial(times_a_gradient_without_record, tf))(
+        X
+    ),
+    "two levels under no_grad": lambda tf: under_no_grad(
+        tf.grad(lambda x: tf.grad(cubic)(x).sum() + (under_no_grad(torch.mul)(x, 2) * x).sum())
+    )(X),
+    "vmap(grad) in inference mode": lambda tf: torch.inference_mode()(tf.vmap(tf.grad(cubic)))(M).clone(),
     "no_grad inside jacrev": lambda tf: tf.jacrev(lambda x: under_no_grad(torch.sin)(x) * x)(X),
     "a gradient wanted for the tangent": lambda tf: tf.jvp(torch.sin, (X,), (wants(T),)),
     "a gradient wanted for the primal": lambda tf: tf.jvp(torch.sin, (wants(X),), (T,)),

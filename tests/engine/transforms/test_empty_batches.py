@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
-from psgrad.engine.transforms import functional_call, vjp, vmap
-from psgrad.errors import PsgradError, TransformError
+from psgrad.engine.transforms import vjp, vmap
+from psgrad.errors import PsgradError
 from tests.architectures import ARCHITECTURES
 from tests.engine.transforms.operators import entries, few_or_all_samples, programs
 from tests.engine.transforms.refused import AGREEING, UNJUDGED, UNJUDGED_MAPPED
+from tests.engine.transforms.test_recurrent import PackedUse, padded_outputs
 from tests.seeds import set_seed
 from tests.small_models import Architecture
 
@@ -83,34 +83,15 @@ def test_queries_on_empty_batch(architecture: Architecture) -> None:
     assert grads.gram().shape == (0, 0)
 
 
-class PackedSequence(nn.Module):
-    """One sequence of its own length, through a recurrent layer."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor, length: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x[None], length[None], batch_first=True)
-        return pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0].sum()
-
-
 @pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM])
 def test_packed_sequences_of_empty_batch(layer: Any) -> None:
-    model = PackedSequence(layer(3, 4, bidirectional=True))
+    model = PackedUse(layer(3, 4, bidirectional=True), padded_outputs)
     params = {name: value.detach() for name, value in model.named_parameters()}
     x, lengths = torch.randn(0, 5, 3), torch.zeros(0, dtype=torch.int64)
-    grads = per_sample_gradients(lambda p, *sample: functional_call(model, p, sample), params, x, lengths)
+    grads = per_sample_gradients(model.loss, params, x, lengths)
     assert {name: value.shape for name, value in grads.materialise().items()} == {
         name: (0, *value.shape) for name, value in params.items()
     }
-
-
-@pytest.mark.parametrize("lengths", [[0, 0], [6, 6], [2, 0]])
-def test_packed_sequence_of_impossible_length_refused(lengths: list[int]) -> None:
-    f = lambda x, length: pack_padded_sequence(x[None], length[None], batch_first=True).data.sum()
-    with pytest.raises(TransformError, match=f"length of {lengths[1]} for 5 times"):
-        vmap(f)(torch.randn(2, 5, 3), torch.tensor(lengths))
 
 
 @pytest.mark.parametrize("n", [0, 2])

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from psgrad.engine.transforms import vjp, vmap
 from psgrad.errors import PsgradError
 from tests.engine.transforms.derivatives import PULL, Derivative, _seeds
 from tests.engine.transforms.operators import Program, entries, few_or_all_samples, programs
@@ -93,23 +92,3 @@ def test_operator_with_extreme_cotangents(name: str, pattern: str, most: int) ->
                 for place, expected in enumerate(samples.loop):
                     for found, theirs in zip(answer.derivatives, expected.derivatives, strict=True):
                         assert _alike(found[place], theirs), (program.name, found[place], theirs)
-
-
-@pytest.mark.parametrize("cotangent", [1.0, INF, NAN])
-@pytest.mark.parametrize("kind", ["max", "min"])
-@pytest.mark.parametrize("initial", [None, 1.0])
-def test_segment_reduce_under_vmap_shares_as_alone(
-    kind: str, initial: float | None, cotangent: float
-) -> None:
-    """Equal largest elements share the cotangent; the others and the initial value get nothing."""
-    lengths = torch.tensor([2, 1, 2])
-    reduced = lambda x: torch.segment_reduce(x, kind, lengths=lengths, initial=initial)
-    x = torch.tensor([1.0, 1.0, -2.0, 3.0, 1.0], dtype=torch.float64)
-    g = torch.tensor([cotangent, 2.0, cotangent], dtype=torch.float64)
-    leaf = x.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(reduced(leaf), leaf, g)
-    (found,) = vjp(vmap(reduced), x[None])[1](g[None])
-    torch.testing.assert_close(found[0], expected, equal_nan=True)
-    outside = x.expand(2, 5).clone().requires_grad_()
-    (found,) = torch.autograd.grad(vmap(reduced)(outside), outside, g.expand(2, 3))
-    torch.testing.assert_close(found, expected.expand(2, 5), equal_nan=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from psgrad.engine.transforms import grad, hessian, vmap
 from psgrad.errors import TransformError
+from tests.engine.transforms.loops import gradients_by_loop
 
 aten = torch.ops.aten
 
@@ -26,27 +27,14 @@ def positive(x: Tensor) -> Tensor:
     return x @ x.mT + torch.eye(x.shape[-1], dtype=x.dtype)
 
 
-def by_loop(
-    loss: Callable[..., Tensor], in_dims: tuple[int | None, ...], *arguments: Tensor
-) -> tuple[Tensor, ...]:
-    """Each sample's gradients, one autograd call a sample."""
-    count = next(x.shape[d] for x, d in zip(arguments, in_dims, strict=True) if d is not None)
-    rows = []
-    for i in range(count):
-        leaves = [
-            (x if d is None else x.select(d, i)).detach().clone().requires_grad_()
-            for x, d in zip(arguments, in_dims, strict=True)
-        ]
-        rows.append(torch.autograd.grad(loss(*leaves), leaves, materialize_grads=True))
-    return tuple(torch.stack(row) for row in zip(*rows, strict=True))
-
-
 def check(
     loss: Callable[..., Tensor], in_dims: tuple[int | None, ...], *arguments: Tensor, **tolerance: float
 ) -> None:
-    ours = vmap(grad(loss, argnums=tuple(range(len(arguments)))), in_dims=in_dims)(*arguments)
-    for result, expected in zip(ours, by_loop(loss, in_dims, *arguments), strict=True):
-        torch.testing.assert_close(result, expected, **tolerance)
+    places = tuple(range(len(arguments)))
+    ours = vmap(grad(loss, argnums=places), in_dims=in_dims)(*arguments)
+    count = len(arguments[in_dims.index(0)])
+    each = [x if d == 0 else x.expand(count, *x.shape) for x, d in zip(arguments, in_dims, strict=True)]
+    torch.testing.assert_close(ours, gradients_by_loop(loss, *each, argnums=places), **tolerance)
 
 
 # -- which axis is what --------------------------------------------------------------------------------------
@@ -190,7 +178,7 @@ def test_repeated_eigenvalues_eigenvectors_not_finite(vectors: Callable[[Tensor]
         return (vectors(a) * torch.arange(9.0, dtype=a.dtype).reshape(3, 3)).pow(2).sum()
 
     assert not bool(grad(loss)(REPEATED).isfinite().all())
-    assert not bool(by_loop(loss, (0,), REPEATED.unsqueeze(0))[0].isfinite().all())
+    assert not bool(gradients_by_loop(loss, REPEATED.unsqueeze(0))[0].isfinite().all())
 
 
 def test_nearly_repeated_eigenvalues_precision() -> None:
@@ -208,7 +196,7 @@ def test_qr_complete_derivative_refused() -> None:
         vmap(grad(lambda a: torch.linalg.qr(a, "complete")[0].sum()))(a)
     complete = vmap(grad(lambda a: torch.linalg.qr(a, "complete")[1].pow(3).sum()))(a)
     torch.testing.assert_close(
-        complete, by_loop(lambda a: torch.linalg.qr(a, "reduced")[1].pow(3).sum(), (0,), a)[0]
+        complete, gradients_by_loop(lambda a: torch.linalg.qr(a, "reduced")[1].pow(3).sum(), a)[0]
     )
     alone = vmap(grad(lambda a: torch.linalg.qr(a, "r")[1].pow(3).sum()))(a)
     torch.testing.assert_close(alone, complete)
@@ -231,7 +219,7 @@ def test_qr_complete_derivative_refused() -> None:
 def test_linear_algebra_float32(loss: Callable[..., Tensor]) -> None:
     a, b = positive(draws(4, 3, 3)), draws(4, 3, seed=1)
     ours = vmap(grad(loss, argnums=(0, 1)))(a.float(), b.float())
-    for result, expected in zip(ours, by_loop(loss, (0, 0), a, b), strict=True):
+    for result, expected in zip(ours, gradients_by_loop(loss, a, b, argnums=(0, 1)), strict=True):
         assert result.dtype == torch.float32
         torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
 

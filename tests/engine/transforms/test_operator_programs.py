@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,14 +25,19 @@ from psgrad.engine.transforms.rules import registry
 from psgrad.errors import TransformError
 from tests.engine.transforms.other_rules import with_rules
 from tests.random_programs.checking import Outcome, check
-from tests.random_programs.noticed import NOTICED
-from tests.random_programs.planting import exactly, operator, planted
 from tests.random_programs.programs import Argument, Program, Statement
 from tests.random_programs.shrinking import shrunk
 from tests.random_programs.writer import write
 
 BLOCKS = 8
-SEEDS = sorted({*range(100), *NOTICED.values()})
+# Beside the first hundred, programs of which each operator of the catalogue is differentiated in one or more.
+CHOSEN = """
+    104 109 122 126 128 132 142 143 144 148 149 150 155 160 173 175 184 187 205 211 215 220 232 247 254 263
+    264 278 282 308 333 340 344 349 351 353 371 376 387 403 421 432 434 435 451 453 471 495 500 508 517 519
+    550 566 583 627 643 659 690 712 735 736 746 787 807 808 816 838 841 886 922 932 947 955 979 1062 1132
+    1190 1194 1208 1252 1311 1364 1404 1472 1480 1494
+"""
+SEEDS = [*range(100), *map(int, CHOSEN.split())]
 SECONDS = 60
 
 
@@ -45,18 +51,12 @@ def failure(seed: int, program: Program | None = None) -> str:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_random_operator_programs_fixed_seeds(block: int) -> None:
-    found = [failure(seed) or failure(seed, exactly(seed)) for seed in SEEDS[block::BLOCKS]]
+    """In float64, too: halves take an error of 0.1 % for rounding."""
+    found = [
+        failure(seed) or failure(seed, replace(write(seed), dtype=torch.float64))
+        for seed in SEEDS[block::BLOCKS]
+    ]
     assert not any(found), "\n\n".join(filter(None, found))
-
-
-@pytest.mark.every(8)
-@pytest.mark.parametrize("op", NOTICED)
-def test_random_operator_programs_fixed_seeds_notice_error_in_rule(op: str) -> None:
-    """Derivatives off by 0.1 %. Where this fails after a change of the catalogue, other programs have the
-    seeds: noticed.py says how it is made.
-    """
-    with planted(operator(op)):
-        assert check(exactly(NOTICED[op])).failed
 
 
 @pytest.mark.sweep
@@ -393,9 +393,9 @@ def test_segment_reduce_ties_with_initial_value_and_values_not_finite(
     torch.testing.assert_close(vmap(f)(x), torch.stack([f(one) for one in x]), equal_nan=True)
     leaf = x.clone().requires_grad_()
     (loop,) = torch.autograd.grad([f(one) for one in leaf], leaf, list(g))
-    torch.testing.assert_close(
-        vmap(lambda x, g: vjp(f, x)[1](g)[0])(x, g), loop, equal_nan=True, rtol=0, atol=0
-    )
+    (outside,) = torch.autograd.grad(vmap(f)(leaf), leaf, g)
+    for found in (vmap(lambda x, g: vjp(f, x)[1](g)[0])(x, g), vjp(vmap(f), x)[1](g)[0], outside):
+        torch.testing.assert_close(found, loop, equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["max", "min", "prod"])

@@ -21,7 +21,6 @@ from tests.engine.transforms.refused import (
     AGREEING,
     NEW_IN_2_15,
     REFUSED,
-    SHAPE_IN_PLACE,
     UNJUDGED,
     UNJUDGED_MAPPED,
     UNJUDGED_PULLED,
@@ -33,47 +32,6 @@ from tools.operators_page import judged_rows, refused_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of deprecated operators, which are in the database too
 DATABASE = entries()
-
-# What the networks and losses of the foundation reach, as the database calls it. None of it may ever be
-# refused (but for draws, and for batch statistics).
-FOUNDATION = """
-    t mm addmm bmm mv matmul view view_as reshape flatten unflatten clone expand expand_as contiguous squeeze
-    unsqueeze transpose permute
-    mT movedim select split unbind chunk narrow_copy cat stack hstack repeat tile roll flip index_select
-    gather scatter scatter_add
-    nn.functional.linear
-    add sub mul div.no_rounding_mode true_divide neg abs log log1p exp pow sqrt rsqrt reciprocal square sin
-    cos tanh sigmoid erf
-    sum mean var std var_mean amax amin max.reduction_with_dim min.reduction_with_dim maximum minimum clamp
-    where masked_fill tril triu
-    cumsum logsumexp softmax log_softmax norm linalg.norm linalg.vector_norm einsum outer eq ne lt le gt ge
-    any all argmax logical_not
-    zeros_like ones_like full_like new_zeros new_ones new_full copysign sgn sign xlogy
-    nn.functional.relu nn.functional.relu6 nn.functional.gelu nn.functional.silu nn.functional.elu
-    nn.functional.selu nn.functional.celu
-    nn.functional.leaky_relu nn.functional.softplus nn.functional.softsign nn.functional.mish
-    nn.functional.hardswish
-    nn.functional.hardsigmoid nn.functional.hardtanh nn.functional.glu nn.functional.prelu
-    nn.functional.logsigmoid
-    nn.functional.tanhshrink nn.functional.threshold nn.functional.cross_entropy nn.functional.mse_loss
-    nn.functional.l1_loss
-    nn.functional.smooth_l1_loss nn.functional.huber_loss nn.functional.binary_cross_entropy
-    nn.functional.binary_cross_entropy_with_logits nn.functional.kl_div nn.functional.conv1d
-    nn.functional.conv2d nn.functional.conv3d
-    nn.functional.conv_transpose1d nn.functional.conv_transpose2d nn.functional.conv_transpose3d
-    nn.functional.max_pool1d
-    nn.functional.max_pool2d nn.functional.max_pool3d nn.functional.avg_pool1d nn.functional.avg_pool2d
-    nn.functional.avg_pool3d
-    nn.functional.adaptive_avg_pool1d nn.functional.adaptive_avg_pool2d nn.functional.adaptive_avg_pool3d
-    nn.functional.adaptive_max_pool1d nn.functional.adaptive_max_pool2d nn.functional.adaptive_max_pool3d
-    nn.functional.pad.constant
-    nn.functional.pad.reflect nn.functional.pad.replicate nn.functional.pad.circular nn.functional.layer_norm
-    nn.functional.group_norm
-    nn.functional.rms_norm nn.functional.instance_norm nn.functional.local_response_norm
-    nn.functional.embedding
-    nn.functional.normalize nn.functional.cosine_similarity nn.functional.unfold nn.functional.pixel_shuffle
-"""
-
 
 # The rows of the table that are judged where one sample of each operator is; the sweep has all.
 OF_EVERY_RUN = ("vmap(vjp)", "vmap(jvp)", "jvp of vjp", "vjp of vmap")
@@ -157,17 +115,7 @@ def test_operators_tables_name_known_entries() -> None:
         *UNJUDGED_MAPPED,
         *UNJUDGED_PULLED,
         *UNJUDGED_TWICE,
-        *FOUNDATION.split(),
     } - set(DATABASE) <= NEW_IN_2_15
-
-
-def test_operators_foundation_never_refused() -> None:
-    refused_as_a_whole = set(REFUSED) - set(SHAPE_IN_PLACE.split())
-    assert (
-        set(FOUNDATION.split())
-        & {*refused_as_a_whole, *UNJUDGED, *UNJUDGED_MAPPED, *UNJUDGED_PULLED, *UNJUDGED_TWICE}
-        == set()
-    )
 
 
 # -- the checker itself --------------------------------------------------------------------------------------

@@ -172,6 +172,10 @@ class PackedUse(nn.Module):
         )
         return self.use(self.layer, packed)
 
+    def loss(self, params: dict[str, Tensor], x: Tensor, length: Tensor) -> Tensor:
+        """Of one sample."""
+        return total(functional_call(self, params, (x[None], length[None])))
+
 
 def agrees_for_each_sample(model: PackedUse, **options: Any) -> None:
     """The gradients in the weights and in a factor of the input, beside autograd on one sample at a time."""
@@ -181,7 +185,7 @@ def agrees_for_each_sample(model: PackedUse, **options: Any) -> None:
 
     def loss(params: dict[str, Tensor], x: Tensor, length: Tensor) -> Tensor:
         weights = {name: value for name, value in params.items() if name != "factor"}
-        return total(functional_call(model, weights, ((x * params["factor"])[None], length[None])))
+        return model.loss(weights, x * params["factor"], length)
 
     found = [
         vmap(grad(loss), in_dims=(None, 0, 0), **options)(params, x, LENGTHS),
@@ -299,11 +303,8 @@ def test_packed_lengths_differ_second_derivatives() -> None:
     model = PackedUse(layer, ends)
     params = {name: value.detach() for name, value in model.named_parameters()}
     x = torch.randn(len(LENGTHS), TIMES, INPUTS)
-
-    def loss(x: Tensor, length: Tensor) -> Tensor:
-        return total(functional_call(model, params, (x[None], length[None])))
-
-    found = vmap(grad(lambda x, length: grad(loss)(x, length).square().sum()))(x, LENGTHS)
+    slope = lambda x, length: grad(model.loss, 1)(params, x, length).square().sum()
+    found = vmap(grad(slope))(x, LENGTHS)
     for sample, length in enumerate(LENGTHS):
         leaf = x[sample].clone().requires_grad_()
         value = total(model(leaf[None], length[None]))
@@ -321,10 +322,7 @@ def test_packed_lengths_differ_weights_of_each_sample() -> None:
     }
     x = torch.randn(len(LENGTHS), TIMES, INPUTS)
 
-    def loss(params: dict[str, Tensor], x: Tensor, length: Tensor) -> Tensor:
-        return total(functional_call(model, params, (x[None], length[None])))
-
-    found = vmap(grad(loss))(weights, x, LENGTHS)
+    found = vmap(grad(model.loss))(weights, x, LENGTHS)
     for sample, length in enumerate(LENGTHS):
         own = {name: value[sample].clone().requires_grad_() for name, value in weights.items()}
         value = total(torch.func.functional_call(model, own, (x[sample, None], length[None])))
@@ -340,13 +338,10 @@ def test_packed_lengths_differ_ends_take_one_program() -> None:
     params = {name: value.detach() for name, value in model.named_parameters()}
     x = torch.randn(4, TIMES, INPUTS)
 
-    def loss(params: dict[str, Tensor], x: Tensor, length: Tensor) -> Tensor:
-        return total(functional_call(model, params, (x[None], length[None])))
-
     calls = []
     for lengths in (torch.tensor([2, 3, 1, 5]), torch.tensor([2, 3, 2, 5])):
         with KernelCalls() as kernels:
-            per_sample_gradients(loss, params, x, lengths)
+            per_sample_gradients(model.loss, params, x, lengths)
         calls.append(kernels.calls["psgrad::recurrence"])
     assert calls == [1, 1]
 
