@@ -104,6 +104,27 @@ class InvertedResidual(nn.Module):
         return x + self.inside(x)
 
 
+class Inception(nn.Module):
+    """Kernels of several shapes side by side, a pool among them; each path ends in an instance norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.point = nn.Conv2d(3, 2, 1)
+        self.wide = nn.Sequential(
+            nn.Conv2d(3, 2, (1, 3), padding=(0, 1)), nn.Conv2d(2, 3, (3, 1), padding=(1, 0))
+        )
+        self.dilated = nn.Conv2d(3, 2, 3, padding=2, dilation=2, padding_mode="replicate")
+        self.pooled = nn.Sequential(
+            nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False), nn.Conv2d(3, 2, 1, bias=False)
+        )
+        self.norm = nn.InstanceNorm2d(9, affine=True)
+        self.head = nn.Linear(9, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        paths = torch.cat([self.point(x), self.wide(x), self.dilated(x), self.pooled(x)], dim=1)
+        return self.head(F.leaky_relu(self.norm(paths), 0.1).amax((2, 3)))
+
+
 class UNet(nn.Module):
     """Down, up and a bridge; `up` doubles the size."""
 
@@ -139,6 +160,47 @@ UPSAMPLINGS: dict[str, nn.Module] = {
     "bicubic": nn.Upsample(scale_factor=2, mode="bicubic"),
     "area": nn.Upsample(size=(6, 6), mode="area"),
 }
+
+
+class SuperResolution(nn.Module):
+    """Channels become pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.ReflectionPad2d(1), nn.Conv2d(1, 4, 3), nn.PReLU(4), conv3x3(4, 4), nn.PixelShuffle(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(x, scale_factor=2, mode="bilinear", antialias=True) + self.features(x)
+
+
+class CausalConvolutions(nn.Module):
+    """WaveNet: gated dilated convolutions that see the past alone, with skips."""
+
+    def __init__(self, channels: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, channels)
+        self.layers = nn.ModuleList(
+            nn.Conv1d(channels, 2 * channels, kernel_size=2, dilation=2**i) for i in range(3)
+        )
+        self.mixing = nn.ModuleList(nn.Conv1d(channels, channels, 1) for _ in range(3))
+        self.head = nn.Conv1d(channels, CLASSES, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).transpose(1, 2)
+        skipped = torch.zeros_like(x)
+        for i, (layer, mixing) in enumerate(zip(self.layers, self.mixing, strict=True)):
+            signal, gate = layer(F.pad(x, (2**i, 0))).chunk(2, dim=1)
+            gated = mixing(torch.tanh(signal) * torch.sigmoid(gate))
+            skipped += gated
+            x = x + gated
+        return self.head(F.relu(skipped))
+
+
+def draw_tokens_ahead(n: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(CLASSES, (n, 9))
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def volumes() -> nn.Module:
@@ -205,6 +267,7 @@ ARCHITECTURES = (
         lambda: nn.Sequential(conv3x3(3, 4, 2), InvertedResidual(4, 2), head(4)),
         draw_images(3, 8),
     ),
+    Architecture("inception", Inception, draw_images(3, 6)),
     Architecture(
         "unet-transposed",
         lambda: UNet(nn.ConvTranspose2d(4, 4, kernel_size=2, stride=2)),
@@ -215,6 +278,13 @@ ARCHITECTURES = (
         Architecture(f"unet-{name}", lambda up=up: UNet(up), draw_labelled_pixels, pixel_loss)
         for name, up in UPSAMPLINGS.items()
     ),
+    Architecture(
+        "super-resolution",
+        SuperResolution,
+        lambda n: (torch.randn(n, 1, 4, 4), torch.randn(n, 1, 8, 8)),
+        F.l1_loss,
+    ),
+    Architecture("wavenet", CausalConvolutions, draw_tokens_ahead, lambda o, y: F.cross_entropy(o.t(), y)),
     Architecture("volumes", volumes, lambda n: (torch.randn(n, 1, 7, 7, 7), torch.randint(CLASSES, (n,)))),
     Architecture("spatial-transformer", SpatialTransformer, draw_images(1, 8)),
     Architecture(

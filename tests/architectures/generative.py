@@ -96,6 +96,23 @@ def negative_log_likelihood(output: tuple[Tensor, Tensor], target: Tensor) -> Te
     return 0.5 * x.square().sum() - log_determinant
 
 
+class MixtureDensity(nn.Module):
+    """The parameters of a mixture of normal distributions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x)
+
+
+def mixture_loss(output: Tensor, target: Tensor) -> Tensor:
+    weights, mean, log_deviation = output.view(3, 3)
+    components = torch.distributions.Normal(mean, log_deviation.exp(), validate_args=False)
+    return -torch.logsumexp(weights.log_softmax(-1) + components.log_prob(target), dim=-1)
+
+
 class Autoencoder(nn.Module):
     """Convolutions down, the same kernels transposed up."""
 
@@ -130,16 +147,29 @@ class VectorQuantised(nn.Module):
 
 
 class EulerSteps(nn.Module):
-    """A neural differential equation, solved by steps of Euler's method."""
+    """A neural differential equation, solved by steps of Euler's or of Runge and Kutta's method."""
 
-    def __init__(self) -> None:
+    def __init__(self, runge_kutta: bool) -> None:
         super().__init__()
         self.field = nn.Sequential(nn.Linear(WIDTH + 1, 6), nn.Softplus(), nn.Linear(6, WIDTH))
         self.head = nn.Linear(WIDTH, CLASSES)
+        self.runge_kutta = runge_kutta
+
+    def speed(self, time: float, x: Tensor) -> Tensor:
+        return self.field(torch.cat([x, torch.full_like(x[:, :1], time)], dim=1))
 
     def forward(self, x: Tensor) -> Tensor:
+        step = 0.25
         for i in range(4):
-            x = x + 0.25 * self.field(torch.cat([x, torch.full_like(x[:, :1], 0.25 * i)], dim=1))
+            time = i * step
+            first = self.speed(time, x)
+            if self.runge_kutta:
+                second = self.speed(time + step / 2, x + step / 2 * first)
+                third = self.speed(time + step / 2, x + step / 2 * second)
+                fourth = self.speed(time + step, x + step * third)
+                x = x + step / 6 * (first + 2 * second + 2 * third + fourth)
+            else:
+                x = x + step * first
         return self.head(x)
 
 
@@ -170,12 +200,16 @@ ARCHITECTURES = (
     Architecture("diffusion", Diffusion, draw_vectors, lambda o, y: o.square().mean(), randomness="same"),
     Architecture("normalising-flow", Coupling, draw_vectors, negative_log_likelihood),
     Architecture(
+        "mixture-density", MixtureDensity, lambda n: (torch.randn(n, WIDTH), torch.randn(n)), mixture_loss
+    ),
+    Architecture(
         "tied-autoencoder",
         Autoencoder,
         draw_small_images,
         lambda o, y: F.binary_cross_entropy_with_logits(o, y),
     ),
     Architecture("vector-quantised", VectorQuantised, draw_vectors, lambda o, y: F.mse_loss(o[0], y) + o[1]),
-    Architecture("neural-ode-euler", EulerSteps, draw_classified),
+    Architecture("neural-ode-euler", lambda: EulerSteps(runge_kutta=False), draw_classified),
+    Architecture("neural-ode-runge-kutta", lambda: EulerSteps(runge_kutta=True), draw_classified),
     Architecture("deep-equilibrium", Equilibrium, draw_classified),
 )

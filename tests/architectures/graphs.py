@@ -71,6 +71,26 @@ class Attention(Graph):
         return self.head(F.elu(torch.zeros_like(values).index_add_(0, target, messages)).sum(0))
 
 
+class GatedMessages(Graph):
+    """Messages move a GRU cell's state at each node; they arrive by accumulating index_put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.cell, self.head = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.GRUCell(WIDTH, WIDTH),
+            nn.Linear(WIDTH, CLASSES),
+        )
+
+    def read(self, nodes: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        for _ in range(2):
+            arrived = torch.zeros_like(nodes).index_put(
+                (target,), self.message(nodes)[source], accumulate=True
+            )
+            nodes = self.cell(arrived, nodes)
+        return self.head(nodes.max(0).values)
+
+
 class PointSet(nn.Module):
     """PointNet: the same network at each point, then the largest of each feature; distances to learned points
     beside it.
@@ -90,5 +110,6 @@ class PointSet(nn.Module):
 ARCHITECTURES = (
     Architecture("graph-convolution", Convolution, draw_graphs),
     Architecture("graph-attention", Attention, draw_graphs),
+    Architecture("graph-gated-messages", GatedMessages, draw_graphs),
     Architecture("point-set", PointSet, lambda n: (torch.randn(n, 6, 3), torch.randint(CLASSES, (n,)))),
 )

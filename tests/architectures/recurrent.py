@@ -84,6 +84,31 @@ class Tagger(nn.Module):
         return self.head(self.layer(self.words(tokens))[0])
 
 
+class Attending(nn.Module):
+    """A decoder cell that looks at all states of the encoder at each step (Bahdanau)."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, width)
+        self.encoder = nn.GRU(width, width, bidirectional=True, batch_first=True)
+        self.keys, self.query, self.score = (
+            nn.Linear(2 * width, width, bias=False),
+            nn.Linear(width, width),
+            nn.Linear(width, 1),
+        )
+        self.cell, self.head = nn.GRUCell(3 * width, width), nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = self.words(tokens)
+        states, last = self.encoder(embedded)
+        keys, state, outputs = self.keys(states), last[0], []
+        for t in range(tokens.shape[1]):
+            weights = self.score(torch.tanh(keys + self.query(state)[:, None])).softmax(1)
+            state = self.cell(torch.cat([embedded[:, t], (weights * states).sum(1)], dim=1), state)
+            outputs.append(self.head(state))
+        return torch.stack(outputs, dim=1)
+
+
 class ByHand(nn.Module):
     """A recurrence of bare parameters, written into an array as it goes."""
 
@@ -126,4 +151,5 @@ ARCHITECTURES = (
     Architecture("rnn-cell", lambda: Cells(nn.RNNCell(WIDTH, 5)), draw_sequences),
     Architecture("recurrence-by-hand", ByHand, draw_sequences),
     Architecture("tagger", Tagger, draw_passages, F.cross_entropy),
+    Architecture("attention-over-gru", Attending, draw_passages, F.cross_entropy),
 )
