@@ -70,6 +70,31 @@ def bottlenecks(groups: int) -> nn.Module:
     )
 
 
+class Dense(nn.Module):
+    """Every layer reads all channels made before it; a transition halves them."""
+
+    def __init__(self, channels: int, growth: int, layers: int) -> None:
+        super().__init__()
+        widths = [channels + growth * i for i in range(layers)]
+        self.layers = nn.ModuleList(
+            nn.Sequential(batch_norm(width), nn.ReLU(), conv3x3(width, growth)) for width in widths
+        )
+        last = channels + growth * layers
+        self.transition = nn.Sequential(
+            batch_norm(last), nn.ReLU(), nn.Conv2d(last, last // 2, 1, bias=False), nn.AvgPool2d(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        for layer in self.layers:
+            found.append(layer(torch.cat(found, dim=1)))
+        return self.transition(torch.cat(found, dim=1))
+
+
+def densenet() -> nn.Module:
+    return nn.Sequential(conv3x3(3, 4), Dense(4, 2, 2), Dense(4, 2, 2), head(4))
+
+
 class SqueezeExcitation(nn.Module):
     """Channels weighed by what the image as a whole looks like."""
 
@@ -102,6 +127,28 @@ class InvertedResidual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inside(x)
+
+
+class ConvNeXtBlock(nn.Module):
+    """A wide depthwise convolution, then a network on each pixel, scaled by a parameter of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, kernel_size=7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.scale = nn.Parameter(0.3 * torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        inside = self.scale * self.narrow(F.gelu(self.widen(inside)))
+        return x + inside.permute(0, 3, 1, 2)
+
+
+def convnext() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, kernel_size=2, stride=2), ConvNeXtBlock(6), ConvNeXtBlock(6), head(6)
+    )
 
 
 class Inception(nn.Module):
@@ -262,11 +309,18 @@ def detection_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 ARCHITECTURES = (
     Architecture("resnet-batch-norm", lambda: bottlenecks(groups=1), draw_images(3, 16)),
     Architecture("resnext", lambda: bottlenecks(groups=2), draw_images(3, 16)),
+    Architecture("densenet", densenet, draw_images(3, 8)),
     Architecture(
         "mobilenet",
         lambda: nn.Sequential(conv3x3(3, 4, 2), InvertedResidual(4, 2), head(4)),
         draw_images(3, 8),
     ),
+    Architecture(
+        "squeeze-excitation",
+        lambda: nn.Sequential(conv3x3(3, 6), SqueezeExcitation(6), head(6)),
+        draw_images(3, 6),
+    ),
+    Architecture("convnext", convnext, draw_images(3, 8)),
     Architecture("inception", Inception, draw_images(3, 6)),
     Architecture(
         "unet-transposed",

@@ -193,6 +193,25 @@ class Equilibrium(nn.Module):
         return self.head(z)
 
 
+class RadianceField(nn.Module):
+    """NeRF: points along a ray, lifted to waves, then seen through each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, origin: Tensor, direction: Tensor) -> Tensor:
+        distances = torch.linspace(0, 1, 5, dtype=origin.dtype, device=origin.device)
+        points = origin[:, None] + distances[:, None] * F.normalize(direction, dim=-1)[:, None]
+        angles = points[..., None] * torch.tensor([1.0, 2.0], dtype=points.dtype, device=points.device)
+        found = self.network(torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(-2))
+        opaque = 1 - torch.exp(-F.softplus(found[..., 3]) * 0.2)
+        through = torch.cumprod(torch.cat([torch.ones_like(opaque[:, :1]), 1 - opaque + 1e-6], dim=1), dim=1)[
+            :, :-1
+        ]
+        return ((opaque * through)[..., None] * found[..., :3].sigmoid()).sum(1)
+
+
 ARCHITECTURES = (
     Architecture(
         "variational-autoencoder", VariationalAutoencoder, draw_vectors, evidence_bound, randomness="same"
@@ -212,4 +231,10 @@ ARCHITECTURES = (
     Architecture("neural-ode-euler", lambda: EulerSteps(runge_kutta=False), draw_classified),
     Architecture("neural-ode-runge-kutta", lambda: EulerSteps(runge_kutta=True), draw_classified),
     Architecture("deep-equilibrium", Equilibrium, draw_classified),
+    Architecture(
+        "radiance-field",
+        RadianceField,
+        lambda n: ((torch.randn(n, 3), torch.randn(n, 3)), torch.rand(n, 3)),
+        F.mse_loss,
+    ),
 )

@@ -71,6 +71,26 @@ class Attention(Graph):
         return self.head(F.elu(torch.zeros_like(values).index_add_(0, target, messages)).sum(0))
 
 
+class Isomorphism(Graph):
+    """Sums over neighbours by scatter_add, a network on each node, and a pool of the layers' sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 6), nn.ReLU(), nn.Linear(6, WIDTH)) for _ in range(2)
+        )
+        self.itself = nn.Parameter(torch.tensor(0.1))
+        self.head = nn.Linear(2 * WIDTH, CLASSES)
+
+    def read(self, nodes: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        pooled = []
+        for network in self.networks:
+            sums = torch.zeros_like(nodes).scatter_add_(0, target[:, None].expand(-1, WIDTH), nodes[source])
+            nodes = network((1 + self.itself) * nodes + sums)
+            pooled.append(nodes.sum(0))
+        return self.head(torch.cat(pooled))
+
+
 class GatedMessages(Graph):
     """Messages move a GRU cell's state at each node; they arrive by accumulating index_put."""
 
@@ -89,6 +109,24 @@ class GatedMessages(Graph):
             )
             nodes = self.cell(arrived, nodes)
         return self.head(nodes.max(0).values)
+
+
+class Adjacency(nn.Module):
+    """A dense adjacency matrix a sample, normalised, in matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (
+            nn.Linear(WIDTH, 5),
+            nn.Linear(5, WIDTH),
+            nn.Linear(WIDTH, CLASSES),
+        )
+
+    def forward(self, nodes: Tensor, adjacency: Tensor) -> Tensor:
+        linked = adjacency + torch.eye(NODES, dtype=nodes.dtype, device=nodes.device)
+        linked = linked / linked.sum(-1, keepdim=True)
+        x = F.relu(linked @ self.first(nodes))
+        return self.head((linked @ self.second(x)).mean(1))
 
 
 class PointSet(nn.Module):
@@ -110,6 +148,12 @@ class PointSet(nn.Module):
 ARCHITECTURES = (
     Architecture("graph-convolution", Convolution, draw_graphs),
     Architecture("graph-attention", Attention, draw_graphs),
+    Architecture("graph-isomorphism", Isomorphism, draw_graphs),
     Architecture("graph-gated-messages", GatedMessages, draw_graphs),
+    Architecture(
+        "graph-adjacency",
+        Adjacency,
+        lambda n: ((torch.randn(n, NODES, WIDTH), torch.rand(n, NODES, NODES)), torch.randint(CLASSES, (n,))),
+    ),
     Architecture("point-set", PointSet, lambda n: (torch.randn(n, 6, 3), torch.randint(CLASSES, (n,)))),
 )

@@ -132,6 +132,21 @@ ARCHITECTURES = (
     Architecture("gru", lambda: LastState(nn.GRU(WIDTH, 5, batch_first=True), 5), draw_sequences),
     Architecture("rnn", lambda: LastState(nn.RNN(WIDTH, 5, batch_first=True), 5), draw_sequences),
     Architecture(
+        "rnn-relu",
+        lambda: LastState(nn.RNN(WIDTH, 5, nonlinearity="relu", batch_first=True), 5),
+        draw_sequences,
+    ),
+    Architecture(
+        "lstm-without-bias",
+        lambda: LastState(nn.LSTM(WIDTH, 5, bias=False, batch_first=True), 5),
+        draw_sequences,
+    ),
+    Architecture(
+        "lstm-projected",
+        lambda: LastState(nn.LSTM(WIDTH, 5, proj_size=3, batch_first=True), 3),
+        draw_sequences,
+    ),
+    Architecture(
         "lstm-two-layers-both-ways",
         lambda: FinalStates(nn.LSTM(WIDTH, 3, num_layers=2, bidirectional=True)),
         draw_sequences,
@@ -141,11 +156,14 @@ ARCHITECTURES = (
         lambda: FinalStates(nn.GRU(WIDTH, 3, num_layers=2, bidirectional=True)),
         draw_sequences,
     ),
+    Architecture("rnn-both-ways", lambda: FinalStates(nn.RNN(WIDTH, 3, bidirectional=True)), draw_sequences),
+    Architecture("lstm-packed", lambda: Packed(nn.LSTM(WIDTH, 5, batch_first=True), 5), draw_sequences),
     Architecture(
         "gru-packed-both-ways",
         lambda: Packed(nn.GRU(WIDTH, 3, bidirectional=True, batch_first=True), 6),
         draw_sequences,
     ),
+    Architecture("rnn-packed", lambda: Packed(nn.RNN(WIDTH, 5, batch_first=True), 5), draw_sequences),
     Architecture("lstm-cell", lambda: Cells(nn.LSTMCell(WIDTH, 5)), draw_sequences),
     Architecture("gru-cell", lambda: Cells(nn.GRUCell(WIDTH, 5)), draw_sequences),
     Architecture("rnn-cell", lambda: Cells(nn.RNNCell(WIDTH, 5)), draw_sequences),

@@ -57,6 +57,21 @@ class Triplet(nn.Module):
         return F.normalize(self.network(x), dim=-1)
 
 
+class Views(nn.Module):
+    """Contrastive per sample: a view, its partner, and negatives that belong to the sample; a learned
+    temperature.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.projection = nn.Linear(WIDTH, 6), nn.Linear(6, 4, bias=False)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = F.normalize(self.projection(F.relu(self.network(x))), dim=-1)
+        return (z[:, 1:] @ z[:, 0, :, None]).squeeze(-1) * self.temperature.exp()
+
+
 class Prototypes(nn.Module):
     """Classes as points; the nearest wins (cdist)."""
 
@@ -107,6 +122,21 @@ class Factorised(nn.Module):
         return self.linear(x) + pairs + self.bilinear(mixed, mixed.tanh())
 
 
+class CrossNetwork(nn.Module):
+    """Wide, deep and crossed: the input times learned sums of itself, again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crosses = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(2 * WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        crossed = x
+        for layer in self.crosses:
+            crossed = x * layer(crossed) + crossed
+        return self.head(torch.cat([crossed, x], dim=1))
+
+
 def draw_pairs(n: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
     return (torch.randn(n, 1, 6, 6), torch.randn(n, 1, 6, 6)), (torch.arange(n) % 2).float()
 
@@ -131,6 +161,11 @@ ARCHITECTURES = (
             o[[0]], o[[1]], o[[2]], distance_function=lambda a, b: 1 - (a * b).sum(-1)
         ),
     ),
+    Architecture(
+        "contrastive",
+        Views,
+        lambda n: (torch.randn(n, 6, WIDTH), torch.zeros(n, dtype=torch.int64)),
+    ),
     Architecture("prototypes", Prototypes, lambda n: (torch.randn(n, WIDTH), torch.randint(CLASSES, (n,)))),
     Architecture(
         "recommender",
@@ -140,5 +175,8 @@ ARCHITECTURES = (
     ),
     Architecture(
         "factorisation-machine", Factorised, lambda n: (torch.randn(n, WIDTH), one_number(n)), F.mse_loss
+    ),
+    Architecture(
+        "cross-network", CrossNetwork, lambda n: (torch.randn(n, WIDTH), one_number(n)), F.huber_loss
     ),
 )

@@ -4,11 +4,13 @@ kin of theirs.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.small_models import CLASSES, VOCABULARY, Architecture, draw_passages
+from tests.small_models import CLASSES, VOCABULARY, Architecture, draw_images, draw_passages
 
 PADDING = 0
 
@@ -49,6 +51,28 @@ class PaddedEncoder(nn.Module):
         x = self.encoder(x, src_key_padding_mask=padding).masked_fill(padding[..., None], 0)
         mean = x.sum(1) / (~padding).sum(1, keepdim=True)
         return self.head(torch.tanh(self.pooler(mean)))
+
+
+class MaskedWords(nn.Module):
+    """Every fourth word is hidden and told from the others, by attention written out."""
+
+    def __init__(self, width: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(VOCABULARY, width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.heads = heads
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.arange(tokens.shape[1], device=tokens.device) % 4 == 1
+        x = self.words(tokens.masked_fill(hidden, 1))
+        q, k, v = (
+            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill((tokens == PADDING)[:, None, None], -torch.inf)
+        x = self.norm(x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return x @ self.words.weight.t()
 
 
 class Rotary(nn.Module):
@@ -136,6 +160,56 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
+class RelativeAttention(nn.Module):
+    """T5's: no scale, and a bias a head for each bucket of distances, added to the scores."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.bias = nn.Embedding(5, heads)
+        self.heads, self.causal = heads, causal
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        q, k, v = (
+            part(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part, y in ((self.query, x), (self.key, memory), (self.value, memory))
+        )
+        distance = (
+            torch.arange(memory.shape[1], device=x.device)
+            - torch.arange(x.shape[1], device=x.device)[:, None]
+        )
+        bias = self.bias(distance.clamp(-2, 2) + 2).permute(2, 0, 1)
+        if self.causal:
+            bias = bias.masked_fill(distance > 0, -torch.inf)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], scale=1.0)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class EncoderDecoder(nn.Module):
+    """T5: one table of words for encoder, decoder and head."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, width)
+        self.inside, self.own, self.across = (
+            RelativeAttention(width, 2, causal) for causal in (False, True, False)
+        )
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(5))
+        self.network = nn.Sequential(
+            nn.Linear(width, 16, bias=False), nn.ReLU(), nn.Linear(16, width, bias=False)
+        )
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x, y = self.words(source), self.words(target)
+        normed = self.norms[0](x)
+        memory = self.norms[1](x + self.inside(normed, normed))
+        normed = self.norms[2](y)
+        y = y + self.own(normed, normed)
+        y = y + self.across(self.norms[3](y), memory)
+        y = y + self.network(self.norms[4](y))
+        return (y * y.shape[-1] ** -0.5) @ self.words.weight.t()
+
+
 def draw_translations(n: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
     source, target = torch.randint(VOCABULARY, (n, 6)), torch.randint(VOCABULARY, (n, 6))
     return (source, target[:, :-1]), target[:, 1:].masked_fill(
@@ -194,6 +268,59 @@ class CrossAttention(nn.Module):
         return self.head(read.mean(1)) + weights.square().sum((1, 2))[:, None]
 
 
+class ShiftedWindows(nn.Module):
+    """Swin: attention inside windows, then inside windows shifted by half, with a bias for each offset."""
+
+    def __init__(self, width: int = 6, window: int = 2) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, kernel_size=2, stride=2)
+        self.projections = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
+        self.biases = nn.Parameter(torch.randn(2, (2 * window - 1) ** 2))
+        self.head = nn.Linear(width, CLASSES)
+        self.window = window
+        place = torch.cartesian_prod(torch.arange(window), torch.arange(window))
+        offset = place[:, None] - place[None] + window - 1
+        self.register_buffer("offset", offset[..., 0] * (2 * window - 1) + offset[..., 1])
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).permute(0, 2, 3, 1)
+        for shift, projection, bias in zip((0, self.window // 2), self.projections, self.biases, strict=True):
+            rolled = x.roll((-shift, -shift), dims=(1, 2))
+            x = x + self.attend(rolled, projection, bias).roll((shift, shift), dims=(1, 2))
+        return self.head(x.mean((1, 2)))
+
+    def attend(self, x: Tensor, projection: nn.Module, bias: Tensor) -> Tensor:
+        n, h, w, width = x.shape
+        size = self.window
+        windows = (
+            x.view(n, h // size, size, w // size, size, width).transpose(2, 3).reshape(-1, size * size, width)
+        )
+        q, k, v = projection(windows).chunk(3, dim=-1)
+        mixed = (torch.baddbmm(bias[self.offset].expand(len(q), -1, -1), q, k.mT).softmax(-1)) @ v
+        return mixed.view(n, h // size, w // size, size, size, width).transpose(2, 3).reshape(n, h, w, width)
+
+
+class Mixer(nn.Module):
+    """Networks over the positions, then over the channels."""
+
+    def __init__(self, positions: int = 4, width: int = 6) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, kernel_size=4, stride=4)
+        self.over_positions = nn.Sequential(nn.Linear(positions, 8), nn.GELU(), nn.Linear(8, positions))
+        self.over_channels = nn.Sequential(nn.Linear(width, 8), nn.GELU(), nn.Linear(8, width))
+        self.first, self.second, self.head = (
+            nn.LayerNorm(width),
+            nn.LayerNorm(width),
+            nn.Linear(width, CLASSES),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).mT
+        x = x + self.over_positions(self.first(x).mT).mT
+        x = x + self.over_channels(self.second(x))
+        return self.head(x.mean(1))
+
+
 class LinearAttention(nn.Module):
     """Attention as running sums of outer products: keys and values are added up along the sequence."""
 
@@ -210,6 +337,34 @@ class LinearAttention(nn.Module):
         return self.head(mixed)
 
 
+class StateSpace(nn.Module):
+    """A selective state-space layer (Mamba): the recurrence is a loop, its coefficients depend on the
+    input.
+    """
+
+    def __init__(self, width: int = 4, state: int = 3) -> None:
+        super().__init__()
+        self.words, self.step = nn.Embedding(VOCABULARY, width), nn.Linear(width, width)
+        self.convolution = nn.Conv1d(width, width, 2, groups=width, padding=1)
+        self.read, self.write = nn.Linear(width, state), nn.Linear(width, state)
+        self.decay, self.skip = nn.Parameter(torch.rand(width, state)), nn.Parameter(torch.ones(width))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        x = F.silu(self.convolution(x.mT)[..., : tokens.shape[1]].mT)
+        step, read, write = F.softplus(self.step(x)), self.read(x), self.write(x)
+        state = x.new_zeros(len(x), *self.decay.shape)
+        outputs = []
+        for t in range(x.shape[1]):
+            state = (
+                torch.exp(-step[:, t, :, None] * self.decay.exp()) * state
+                + (step[:, t] * x[:, t])[..., None] * write[:, t, None]
+            )
+            outputs.append(torch.einsum("nws,ns->nw", state, read[:, t]))
+        return self.head(torch.stack(outputs, dim=1) + self.skip * x)
+
+
 def with_balance(output: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy and a term that keeps the logits small, as large models are trained."""
     return F.cross_entropy(output, target) + 1e-2 * output.logsumexp(-1).square().mean()
@@ -218,10 +373,17 @@ def with_balance(output: Tensor, target: Tensor) -> Tensor:
 ARCHITECTURES = (
     Architecture("bert", PaddedEncoder, draw_padded),
     Architecture("bert-norm-first", lambda: PaddedEncoder(norm_first=True), draw_padded),
+    Architecture(
+        "masked-words", MaskedWords, lambda n: (draw_padded(n)[0], torch.randint(VOCABULARY, (n, 8)))
+    ),
     Architecture("llama", Llama, draw_passages, with_balance),
     Architecture("mixture-of-experts", lambda: Llama(experts=True), draw_passages),
+    Architecture("t5", EncoderDecoder, draw_translations, F.cross_entropy),
     Architecture("torch-transformer", TorchTransformer, draw_translations),
     Architecture("lora", adapted_llama, draw_passages),
     Architecture("perceiver", CrossAttention, lambda n: (torch.randn(n, 6, 5), torch.randint(CLASSES, (n,)))),
+    Architecture("swin", ShiftedWindows, draw_images(3, 8)),
+    Architecture("mixer", Mixer, draw_images(3, 8)),
     Architecture("linear-attention", LinearAttention, draw_passages),
+    Architecture("state-space", StateSpace, draw_passages),
 )

@@ -181,6 +181,7 @@ WITHOUT_SECOND_DERIVATIVE_IN_TORCH = {
     "mlp-with-multi-margin",
     "mlp-with-multi-label-margin",
     "mobilenet",
+    "squeeze-excitation",
     "prototypes",
     "weight-norm",
 }
