@@ -157,7 +157,7 @@ def analyze(
             if evaluation is not None or (PROJECTED in measured.rows and count <= MOST):
                 features = input_features(rows, weighted)  # the inputs are read once more
             if evaluation is not None:
-                leaks = leaks_in(rows, weighted, features, evaluation)
+                leaks = leaks_in(rows, weighted, features, evaluation, evaluation.ids)
                 judged = replace(judged, frame=judged.frame.assign(**{LEAK_OF: leaks.of}))
             norms = next(each for each in every if isinstance(each, GradientNorms))
             parameters = parameter_table(norms, setup.objective.params)

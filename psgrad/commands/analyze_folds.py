@@ -4,8 +4,6 @@ and say how likely the classes of that part are.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from typing import Any
 
@@ -15,7 +13,7 @@ import pandas as pd
 import torch
 
 from psgrad.commands.influence_inputs import fresh_models
-from psgrad.commands.influence_retraining import ShardStore, trainer_of
+from psgrad.commands.influence_retraining import ShardStore, fingerprint, trainer_of
 from psgrad.commands.setup import Setup
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import ChosenRows
@@ -69,14 +67,6 @@ def fold_probabilities(setup: Setup, frame: pd.DataFrame, run: Run[Any]) -> Arra
     rows, fresh = LoadedRows.of(examples), fresh_models(config, setup)
     seed = config.analyze.seed
     jobs = [Job(f"the model without fold {number}", known, seed) for number, (known, _) in enumerate(parts)]
-    train = config.influence.evaluate.train
-    about = [
-        config.model.model_dump(mode="json", exclude={"checkpoint"}),
-        config.loss.model_dump(mode="json"),
-        train.model_dump(mode="json", exclude={"together"}),
-        setup.hashes([train.function])["code"],
-        rows.digest(),
-    ]
     outputs = fresh_model(fresh, seed).eval()(*(x[:1] for x in rows.inputs))
     if not isinstance(outputs, torch.Tensor) or outputs.dim() != 2:
         raise ConfigError("analyze.folds: the model gives no vector of one number a class for a row")
@@ -85,8 +75,8 @@ def fold_probabilities(setup: Setup, frame: pd.DataFrame, run: Run[Any]) -> Arra
         trainer_of(config, fresh, rows, setup.criterion.function),
         lambda members: members.measured(rows, _probabilities),
         ShardStore(run.folder, FOLDS),
-        hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest(),
-        train.together,
+        fingerprint(setup, rows),
+        config.influence.evaluate.train.together,
         tell=lambda done: run.progress(Progress(done, folds, "training on folds", unit="model")),
     )
     result: Array = (np.arange(outputs.shape[1]) == labels.astype(float)[:, None]).astype(float)

@@ -75,17 +75,15 @@ def evaluation_data(setup: Setup) -> Samples | None:
     return samples
 
 
-def leaks_in(rows: Rows, weighted: bool, features: Array | None, evaluation: Samples) -> Leaks:
-    """Which rows are in the evaluation data: near duplicates, or copies alone where there are more evaluation
-    rows than are searched, or inputs that have no features.
+def leaks_in(rows: Rows, weighted: bool, features: Array | None, evaluation: Rows, ids: Array) -> Leaks:
+    """Which rows are in the evaluation data, whose ids these are: near duplicates, or copies alone where
+    there are more evaluation rows than are searched, or inputs that have no features.
 
     weighted, features: of the rows, see `input_features`.
     """
-    if features is not None and len(evaluation) <= MOST:
-        others = input_features(evaluation)
-        if others is not None:
-            return leaks_of(features, others, evaluation.ids)
-    return copies_of(_prints(rows, weighted), _prints(evaluation), evaluation.ids)
+    if features is not None and (others := searched_features(evaluation)) is not None:
+        return leaks_of(features, others, ids)
+    return copies_of(_prints(rows, weighted), _prints(evaluation), ids)
 
 
 def _shapes(block: Block) -> str:
@@ -103,6 +101,11 @@ def _prints(rows: Rows, weighted: bool = False) -> list[str]:
         every = map(all, zip(*finite, strict=True))
         found += [own if known else "" for own, known in zip(digests(block), every, strict=True)]
     return found
+
+
+def searched_features(rows: Rows, weighted: bool = False) -> Array | None:
+    """`input_features`; None for more rows than are searched."""
+    return input_features(rows, weighted) if len(rows) <= MOST else None
 
 
 def input_features(rows: Rows, weighted: bool = False) -> Array | None:

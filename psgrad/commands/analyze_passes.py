@@ -81,7 +81,7 @@ class Passes:
         shards = self._shards(_FIRST, self.measures)
         self._agree_on_chunk_size(self.measures)
         names = [(_FIRST, "the first pass")]
-        mine = self._my_rows(_FIRST, in_chunks(self._missing(_FIRST), self.stream.chunk_size))
+        mine = self.processes.my_rows(_FIRST, in_chunks(self._missing(_FIRST), self.stream.chunk_size))
         self._require_same_rows(mine)
         self._run_pass(shards, mine, run, self.measures, self._about)
         if again and self._waits_for_parts(again):
@@ -97,7 +97,8 @@ class Passes:
         before = {key: value.clone() for key, value in self._state(again).items()}
         for own in passes:
             shards = self._shards(own.name)
-            mine = self._my_rows(own.name, in_chunks(self._missing(own.name), self.stream.rows_at_longest))
+            chunks = in_chunks(self._missing(own.name), self.stream.rows_at_longest)
+            mine = self.processes.my_rows(own.name, chunks)
             self._run_pass(shards, mine, partial(self._run_own_pass, own, again, before))
             names.append((own.name, f"the pass {own.name}"))
         return self._gathered(names) if self.processes.leads else None
@@ -164,9 +165,6 @@ class Passes:
         if kept.shards:
             self._restore(measures, kept.state)
         return shards
-
-    def _my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
-        return self.processes.my_rows(name, chunks)
 
     def _run_pass(
         self,

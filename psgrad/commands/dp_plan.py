@@ -10,10 +10,10 @@ from psgrad.commands.private_setup import (
     require_privacy,
     sampling_of,
     step_event,
-    unit_in_words,
+    terms_of,
 )
 from psgrad.config import Config
-from psgrad.engine.privacy.accounting import MECHANISM, epsilon_pld, epsilon_rdp
+from psgrad.engine.privacy.accounting import epsilon_pld, epsilon_rdp
 from psgrad.engine.privacy.noise import Noise
 from psgrad.run.results.privacy import DPPlanResult, NoisePlan
 
@@ -44,17 +44,10 @@ def dp_plan(config: Config, multipliers: Sequence[float] | None = None) -> DPPla
         if each == own:
             why_not = {"epsilon_rdp": rdp.why_not, "epsilon_pld": pld.why_not}
     setting = {
-        "planned_steps": privacy.steps,
-        "delta": privacy.delta,
-        "relation": privacy.relation,
-        "unit": unit_in_words(privacy),
+        **terms_of(privacy),
         "scheme": sampling.scheme,
-        "sampling": sampling.describe(),
         "sample_rate": sampling.sample_rate,
         "sensitivity": sensitivity,
-        "expected_batch_size": privacy.expected_batch_size,
-        "mechanism": MECHANISM,
-        "target_epsilon": privacy.noise.target_epsilon,
         "why_not": {key: reason for key, reason in why_not.items() if reason is not None},
     }
     return DPPlanResult(rows, setting)

@@ -4,9 +4,7 @@ what the trained models measure, which is stored for a run that is interrupted.
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +16,8 @@ from torch import nn
 
 from psgrad.commands.influence_inputs import fresh_models
 from psgrad.commands.influence_setup import InfluenceSetup, errors_of_own_method, method_from
-from psgrad.config import Config, EvaluationConfig
+from psgrad.commands.setup import Setup
+from psgrad.config import Config, EvaluationConfig, MeasurementConfig
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.influence.evaluation.controls import controls
@@ -35,6 +34,7 @@ from psgrad.engine.influence.method import Fitted, Method
 from psgrad.errors import InfluenceError
 from psgrad.models.training_functions import resolve_training
 from psgrad.run import RunFolder
+from psgrad.run.identity import digest
 from psgrad.run.results import Progress
 from psgrad.run.run import Run
 
@@ -182,7 +182,10 @@ def evaluation_of(setup: InfluenceSetup, run: Run[Any]) -> Evaluation:
     asked = setup.query_rows
     if wanted.queries is not None and wanted.queries < len(asked):  # a random choice of them, in order
         asked = np.sort(np.random.default_rng([wanted.seed, 2]).choice(asked, wanted.queries, replace=False))
-    methods, mark = compared(config, setup.method), fingerprint(setup, rows)
+    methods, mark = (
+        compared(config, setup.method),
+        fingerprint(setup.common, rows, config.influence.measurement),
+    )
     _say_what_differs(setup, methods, fresh, run.say)
     return Evaluation(setup, methods, asked, train, ShardStore(run.folder), mark, run)
 
@@ -241,20 +244,21 @@ def compared(config: Config, main: Method) -> dict[str, Method]:
     return found
 
 
-def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:
+def fingerprint(setup: Setup, rows: LoadedRows, measurement: MeasurementConfig | None = None) -> str:
     """A digest of all that retrained models and their measurements depend on, besides the queries and the
     seeds. rows: the training data, by their numbers: one file may have several columns of labels.
     """
-    config = setup.config
-    influence = config.influence
-    named = [influence.measurement.name, influence.evaluate.train.function]
+    config, train = setup.config, setup.config.influence.evaluate.train
+    specs, measured = [train.function], {}
+    if measurement is not None:
+        specs, measured = [*specs, measurement.name], {"measurement": measurement.model_dump(mode="json")}
     content = {
         "model": config.model.model_dump(mode="json", exclude={"checkpoint"}),
         "loss": config.loss.model_dump(mode="json"),
-        "measurement": influence.measurement.model_dump(mode="json"),
-        "train": influence.evaluate.train.model_dump(mode="json", exclude={"together"}),
+        **measured,
+        "train": train.model_dump(mode="json", exclude={"together"}),
         "engine": config.engine.dtype,
-        "code": setup.common.hashes(named)["code"],
+        "code": setup.hashes(specs)["code"],
         "rows": rows.digest(),
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return digest(content)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -14,7 +15,7 @@ from psgrad.commands.setup import Setup, load
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.loading import to_device
 from psgrad.engine.execution.ranks import Processes
-from psgrad.engine.privacy.accounting import StepEvent, noise_multiplier_for
+from psgrad.engine.privacy.accounting import MECHANISM, StepEvent, noise_multiplier_for
 from psgrad.engine.privacy.accounting.epsilon import dp_accounting
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams
 from psgrad.engine.privacy.clipping import Clipping, Group
@@ -240,6 +241,20 @@ def noise_multiplier(privacy: PrivacyConfig) -> float:
         privacy.delta,
         lambda multiplier: [(step_event(privacy, multiplier), privacy.steps)],
     )
+
+
+def terms_of(privacy: PrivacyConfig) -> dict[str, Any]:
+    """The terms of a run that its ledger, its statement and its plan give alike, as plain values."""
+    return {
+        "planned_steps": privacy.steps,
+        "delta": privacy.delta,
+        "target_epsilon": privacy.noise.target_epsilon,
+        "mechanism": MECHANISM,
+        "relation": privacy.relation,
+        "unit": unit_in_words(privacy),
+        "sampling": sampling_of(privacy).describe(),
+        "expected_batch_size": privacy.expected_batch_size,
+    }
 
 
 def unit_in_words(privacy: PrivacyConfig) -> str:

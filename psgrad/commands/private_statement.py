@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from psgrad import __version__
-from psgrad.commands.private_setup import PrivateSetup, step_event, unit_in_words
-from psgrad.engine.privacy.accounting import MECHANISM, Epsilon, epsilon_pld, epsilon_rdp, event_of, merged
+from psgrad.commands.private_setup import PrivateSetup, step_event, terms_of, unit_in_words
+from psgrad.engine.privacy.accounting import Epsilon, epsilon_pld, epsilon_rdp, event_of, merged
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.rounding import GRID_BITS, grid_of, residual_epsilon
@@ -42,17 +42,10 @@ def ledger_header(setup: PrivateSetup, multiplier: float) -> dict[str, Any]:
     shapes = {name: [str(each.dtype), list(each.shape)] for name, each in tensors_of(common.model).items()}
     return {
         "command": "dp-step",
-        "planned_steps": privacy.steps,
-        "delta": privacy.delta,
-        "target_epsilon": privacy.noise.target_epsilon,
+        **terms_of(privacy),
         "noise_multiplier": multiplier,
-        "mechanism": MECHANISM,
         "seed": privacy.noise.seed,
-        "relation": privacy.relation,
-        "unit": unit_in_words(privacy),
         "unit_config": None if privacy.unit is None else privacy.unit.model_dump(),
-        "sampling": setup.sampling.describe(),
-        "expected_batch_size": privacy.expected_batch_size,
         "clipping": setup.clipping.describe(),
         "optimizer": privacy.optimizer.model_dump(),
         "records": privacy.records,
@@ -105,26 +98,25 @@ def step_statement(
     if model_sha256 is not None:
         pld, planned_pld = (epsilon_pld(events, privacy.delta) for events in (spent, planned))
     each = {"epsilon_rdp": rdp, "epsilon_pld": pld}
-    why_not = {key: why_no_number(found) for key, found in each.items()}
+    # JSON has no infinity.
+    why_not = {
+        key: "infinite, as a step had no noise" if found.value == math.inf else found.why_not
+        for key, found in each.items()
+    }
     noised = sum(line["noise_multiplier"] > 0 for line in lines)
     step = StepStatement(
         format=_STEP_FORMAT,
         versions=software(),
         guarantee=None,  # said below, of the rest
         steps=len(lines),
-        planned_steps=privacy.steps,
+        **terms_of(privacy),
         epsilon_rdp=rdp.value,
         epsilon_pld=pld.value,
-        delta=privacy.delta,
-        relation=privacy.relation,
-        unit=unit_in_words(privacy),
         scheme=setup.sampling.scheme,
         sample_rate=setup.sampling.sample_rate,
         noise_multiplier=multiplier,
         sensitivity=noise["sensitivity"],
         noise_std=noise["noise_std"],
-        expected_batch_size=privacy.expected_batch_size,
-        mechanism=MECHANISM,
         rounding={
             "grid": noise["noise_grid"],
             "formula": f"2^(floor(log2(noise_std)) - {GRID_BITS})",
@@ -133,10 +125,8 @@ def step_statement(
         generator=generator.name,
         insecure_deterministic=privacy.noise.seed is not None,
         clipping=ledger.header["clipping"],
-        sampling=setup.sampling.describe(),
         optimizer=privacy.optimizer.model_dump(),
         trainable=setup.trainable,
-        target_epsilon=privacy.noise.target_epsilon,
         planned_epsilon_rdp=epsilon_rdp(planned, privacy.delta).value,
         planned_epsilon_pld=planned_pld.value,
         rdp_order=rdp.order,
@@ -155,11 +145,6 @@ def step_statement(
         model_sha256=model_sha256,
     ).content()
     return {**step, "guarantee": guarantee(step)}
-
-
-def why_no_number(epsilon: Epsilon) -> str | None:
-    """Why a file has no number for this epsilon; None where it has one. JSON has no infinity."""
-    return "infinite, as a step had no noise" if epsilon.value == math.inf else epsilon.why_not
 
 
 def _noise_of(setup: PrivateSetup, multiplier: float) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from psgrad.engine.influence.data_change import (
 from psgrad.engine.influence.index.row_curvature import RowCurvature
 from psgrad.engine.influence.method import Checkpoint, Preconditioned
 from psgrad.engine.influence.methods.influence import Influence
-from psgrad.engine.influence.weight_decay import DecayEstimate, estimated_decay
+from psgrad.engine.influence.weight_decay import estimated_decay
 from psgrad.errors import ConfigError
 from psgrad.run.gradient_index import GradientIndex
 
@@ -179,19 +179,12 @@ def _change(setup: InfluenceSetup, view: CheckpointView, rows: ChangedRows) -> D
     after = view.training
     whole = replace(after, rows=rows.before)
     decay = setup.config.influence.method.options.get("weight_decay")
-    if decay is None:  # to estimate it takes a pass over the training data
-        decay = _decay(whole) if rows.index is None else 0.0
-    decay = float(decay)
+    if decay is None and rows.index is None:  # which takes passes over the training data
+        estimate = estimated_decay(whole)
+        decay = estimate.value if estimate.certain else None
     new = with_rows(after, setup.common.reader, rows.added) if len(rows.added) else None
     old = with_rows(after, rows.before, rows.removed) if len(rows.removed) else None
-    return DataChange(whole, after, new, old, decay)
-
-
-def _decay(before: Examples) -> float:
-    """The weight decay of training, where the weights are at a minimum with one; else 0."""
-    norms = torch.cat([part["square_norm"].sqrt() for _, part in before.norms()])
-    estimate: DecayEstimate = estimated_decay(before, norms)
-    return estimate.value if estimate.certain else 0.0
+    return DataChange(whole, after, new, old, float(decay or 0.0))
 
 
 def _fitter(setup: InfluenceSetup, checkpoint: Checkpoint, decay: float, damping: float | None = None) -> Fit:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from psgrad.commands.analyze_issues import input_features
+from psgrad.commands.analyze_issues import leaks_in, searched_features
 from psgrad.commands.influence_inputs import with_rows
 from psgrad.commands.influence_setup import InfluenceSetup
 from psgrad.data.previews import input_of
@@ -19,7 +19,6 @@ from psgrad.data.reader import CheckedReader, digests
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.method import row_norms
 from psgrad.quality.changed_rows import NO_ROW, Measured, RowContents, Suspicion, changed_rows, suspicion
-from psgrad.quality.issues import MOST
 from psgrad.ragged import Block
 from psgrad.run.results import TopSample
 
@@ -58,10 +57,13 @@ def suspicion_of(setup: InfluenceSetup, before: CheckedReader, added: Array, rem
     stay = np.setdiff1d(np.arange(len(before.samples)), removed)
     known = _features(with_rows(training, before, stay)) if len(stay) else None
     seen = np.zeros(len(stay))  # losses of rows that the model was trained on are no reference
+    found = _measured(rows, setup.common.samples.ids[added], setup.common.reader.targets_at(added))
+    ids, weighted = setup.query_reader.samples.ids[setup.query_rows], rows.objective.forward.weighted
     return suspicion(
-        _measured(rows, setup.common.samples.ids[added], setup.common.reader.targets_at(added)),
-        _measured(queries, setup.query_reader.samples.ids[setup.query_rows], None),
+        found,
+        _measured(queries, ids, None),
         Measured(before.samples.ids[stay], seen, seen, before.targets_at(stay), None, known),
+        leaks_in(rows.rows, weighted, found.features, queries.rows, ids),
     )
 
 
@@ -73,8 +75,7 @@ def _measured(examples: Examples, ids: Array, targets: Array | None) -> Measured
 
 def _features(examples: Examples) -> Array | None:
     """[n, k]: numbers of inputs that can be compared; None for too many rows."""
-    weighted = examples.objective.forward.weighted
-    return input_features(examples.rows, weighted) if len(examples) <= MOST else None
+    return searched_features(examples.rows, examples.objective.forward.weighted)
 
 
 def input_cards(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.quality.conformal import p_values
-from psgrad.quality.issues import NEAR, nearest, usual_distance
+from psgrad.quality.issues import Leaks, near_rows, usual_distance
 from psgrad.run.results.review import SUSPECT
 
 Array = npt.NDArray[Any]
@@ -91,13 +91,14 @@ class Suspicion:
     reasons: list[str]
 
 
-def suspicion(added: Measured, queries: Measured, training: Measured) -> Suspicion:
+def suspicion(added: Measured, queries: Measured, training: Measured, leaks: Leaks) -> Suspicion:
     """How wrong added rows look by themselves.
 
     The loss and the gradient norm are compared with those of the queries, which the model has not been
-    trained on either: conformal p-values, the smaller one times two. A row whose input nearly equals a
-    query's is a leak, whatever its loss; one whose input nearly equals a training row's of another label
-    contradicts it.
+    trained on either: conformal p-values, the smaller one times two. A row that is in the queries is a leak,
+    whatever its loss; one whose input nearly equals a training row's of another label contradicts it.
+
+    leaks: of the queries among the added rows.
     """
     smallest = np.minimum(p_values(added.losses, queries.losses), p_values(added.norms, queries.norms))
     scores = np.where(np.isnan(smallest), 1.0, 1 - np.minimum(2 * smallest, 1))
@@ -107,18 +108,19 @@ def suspicion(added: Measured, queries: Measured, training: Measured) -> Suspici
             reasons[row].append("its loss or gradient is not finite")
         else:
             reasons[row].append(_unusual(added, queries, row))
-    if added.features is not None and queries.features is not None and training.features is not None:
-        limit = NEAR * usual_distance(queries.features)
-        for row, query in _near(added.features, queries.features, limit):
-            scores[row] = 1.0
-            reasons[row].append(f"nearly equals the query {queries.ids[query]}: evaluation data leak")
-        if added.targets is not None and training.targets is not None:
-            for row, other in _near(added.features, training.features, limit):
-                if added.targets[row] != training.targets[other]:
-                    scores[row] = 1.0
-                    reasons[row].append(
-                        f"nearly equals the training row {training.ids[other]} of another label"
-                    )
+    for row in np.flatnonzero(leaks.of != "").tolist():
+        scores[row] = 1.0
+        reasons[row].append(f"nearly equals the query {leaks.of[row]}: evaluation data leak")
+    found, known, usual = added.features, training.features, queries.features
+    labels, others = added.targets, training.targets
+    if labels is None or others is None or found is None or known is None or usual is None:
+        places = np.full(len(scores), -1)
+    else:
+        places, _ = near_rows(found, known, usual_distance(usual))
+        places[labels == others[places]] = -1
+    for row in np.flatnonzero(places >= 0).tolist():
+        scores[row] = 1.0
+        reasons[row].append(f"nearly equals the training row {training.ids[places[row]]} of another label")
     return Suspicion(scores, ["; ".join(each) for each in reasons])
 
 
@@ -133,9 +135,3 @@ def _unusual(added: Measured, queries: Measured, row: int) -> str:
     if added.predictions is None or added.targets is None or added.predictions[row] == added.targets[row]:
         return words
     return f"{words}; the model predicts {added.predictions[row]:g}, the label is {added.targets[row]:g}"
-
-
-def _near(points: Array, others: Array, limit: float) -> list[tuple[int, int]]:
-    """(point, its nearest other) where that is within the limit."""
-    distances, places = nearest(points, others)
-    return [(int(row), int(places[row])) for row in np.flatnonzero(distances <= limit)]

@@ -52,16 +52,10 @@ class Leaks:
 
 def leaks_of(features: Array, evaluation: Array, ids: Array) -> Leaks:
     """By the features of the samples [n, k] and of the evaluation rows [m, k], whose ids these are."""
-    finite, known = (np.isfinite(each).all(1) for each in (features, evaluation))
-    evaluation, ids = evaluation[known], ids[known]
-    if not len(evaluation):
-        return Leaks(np.full(len(features), "", dtype=object), np.full(len(features), np.inf))
-    usual, distances = usual_distance(evaluation), np.full(len(features), np.inf)
-    places = np.zeros(len(features), dtype=int)
-    distances[finite], places[finite] = nearest(features[finite], evaluation)
-    near = distances <= max(NEAR * usual, np.finfo(np.float32).eps * float(np.abs(evaluation).max()))
-    of = np.where(near, ids[places].astype(str), "").astype(object)
-    return Leaks(of, distances / usual if usual else np.where(near, 0.0, np.inf))
+    usual = usual_distance(evaluation)
+    places, distances = near_rows(features, evaluation, usual)
+    of = np.append(ids.astype(str), "")[places].astype(object)
+    return Leaks(of, distances / usual if usual else np.where(places < 0, np.inf, 0.0))
 
 
 def copies_of(prints: Sequence[str], evaluation: Sequence[str], ids: Array) -> Leaks:
@@ -300,7 +294,8 @@ def _leak(leaks: Leaks) -> _Issue:
 
 
 def usual_distance(points: Array) -> float:
-    """The median distance of a point [n, k] to the nearest other one; 0 for a single one."""
+    """The median distance of a finite point [n, k] to the nearest other one; 0 for a single one."""
+    points = points[np.isfinite(points).all(1)]
     if len(points) < 2:
         return 0.0
     from sklearn.neighbors import NearestNeighbors
@@ -308,16 +303,20 @@ def usual_distance(points: Array) -> float:
     return float(np.median(NearestNeighbors(n_neighbors=2).fit(points).kneighbors(points)[0][:, 1]))
 
 
-def nearest(points: Array, others: Array) -> tuple[Array, Array]:
-    """([n] the distance of each point to the nearest of the others, [n] its place among them). Infinite, and
-    0, where there are no others.
+def near_rows(points: Array, others: Array, usual: float) -> tuple[Array, Array]:
+    """([n] the place of the nearest of the others, -1 where it is not near, [n] its distance, infinite where
+    there is none). usual: the distance, of which a part is near. What is not finite is near to nothing.
     """
-    if not len(points) or not len(others):
-        return np.full(len(points), np.inf), np.zeros(len(points), dtype=int)
-    from sklearn.neighbors import NearestNeighbors
+    finite, known = (np.flatnonzero(np.isfinite(each).all(1)) for each in (points, others))
+    places, distances = np.full(len(points), -1), np.full(len(points), np.inf)
+    if len(finite) and len(known):
+        from sklearn.neighbors import NearestNeighbors
 
-    distances, places = NearestNeighbors(n_neighbors=1).fit(others).kneighbors(points)
-    return distances[:, 0], places[:, 0]
+        near = max(NEAR * usual, np.finfo(np.float32).eps * float(np.abs(others[known]).max()))
+        found, at = NearestNeighbors(n_neighbors=1).fit(others[known]).kneighbors(points[finite])
+        distances[finite] = found[:, 0]
+        places[finite] = np.where(found[:, 0] <= near, known[at[:, 0]], -1)
+    return places, distances
 
 
 def _directions(projected: Array | None) -> Array | None:

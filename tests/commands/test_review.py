@@ -237,7 +237,7 @@ def test_rows_without_ids_are_matched_by_content(place: Place) -> None:
     assert (removed["before"].item(), removed["after"].item()) == (0, NO_ROW)
 
 
-def test_leaks_and_contradictions_are_suspect(place: Place) -> None:
+def test_leaks_and_contradictions_are_suspect(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {name: values[:2].copy() for name, values in place.queries.items()}
     extra["x"][1], extra["y"][1] = place.rows["x"][50], (place.rows["y"][50] + 1) % CLASSES
     extra["id"] = np.array(["leak", "other-label"])
@@ -249,6 +249,9 @@ def test_leaks_and_contradictions_are_suspect(place: Place) -> None:
     assert "nearly equals the training row row-050 of another label" in rows.loc["other-label", "reasons"]
     assert found.check.exit_code == 1
     assert {each.id for each in found.check.findings} == {"leak", "other-label"}
+    monkeypatch.setattr("psgrad.commands.analyze_issues.MOST", 10)
+    copies = place.review(head, seconds=0, max_suspect=1).changes.set_index("id")["reasons"]
+    assert ("query query-000" in copies["leak"], "nearly" in copies["other-label"]) == (True, False)
 
 
 def test_too_few_queries_for_p_values_are_said(place: Place) -> None:

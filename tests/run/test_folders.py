@@ -51,13 +51,8 @@ def test_run_folder_from_shards_to_tables(tmp_path: Path) -> None:
     run.write_table("parameters.parquet", ROWS)
     run.write_bytes("plots/norms.png", b"png")
     run.write_manifest({"state": "complete"})
-    assert _names(run.path) == {
-        "manifest.json",
-        "samples.parquet",
-        "samples.csv",
-        "parameters.parquet",
-        "plots/norms.png",
-    }
+    tables = ("samples.parquet", "samples.csv", "parameters.parquet")
+    assert _names(run.path) == {"manifest.json", *tables, "plots/norms.png"}
     pd.testing.assert_frame_equal(pd.read_parquet(run.path / "parameters.parquet"), ROWS)
     assert len(pd.read_csv(run.path / "samples.csv")) == 4
     assert json.loads((run.path / "manifest.json").read_text()) == {"tool": "psgrad", "state": "complete"}
@@ -89,6 +84,8 @@ def test_run_folder_overwrite_of_other_folder_refused(tmp_path: Path, manifest: 
     before = _names(tmp_path)
     with pytest.raises(OutputExistsError, match="does not hold a psgrad run"):
         RunFolder.create(tmp_path, overwrite=True)
+    with pytest.raises(OutputExistsError, match="does not hold a psgrad run"):  # at once
+        RunFolder.join(tmp_path, lambda: None, lambda: RunFolder.create(tmp_path))
     assert _names(tmp_path) == before
 
 

@@ -38,8 +38,12 @@ class DecayEstimate:
         return self.certain and abs(decay - self.value) > _SAME * self.value
 
 
-def estimated_decay(training: Examples, row_norms: torch.Tensor) -> DecayEstimate:
-    """The weight decay of training, from one pass. row_norms: [n], of the single rows' gradients."""
+def estimated_decay(training: Examples, row_norms: torch.Tensor | None = None) -> DecayEstimate:
+    """The weight decay of training, from one pass. row_norms: [n], of the single rows' gradients; None for
+    another pass that computes them.
+    """
+    if row_norms is None:
+        row_norms = torch.cat([part["square_norm"].sqrt() for _, part in training.norms()])
     slope, count = objective_slope(training, 0.0), len(training)
     gradient = torch.cat([value.flatten() for value in slope.values()]) / count
     weights = torch.cat([training.params[name].flatten().double() for name in slope])
