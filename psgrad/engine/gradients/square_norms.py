@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
-from psgrad.engine.gradients.inner.regions import apart
+from psgrad.engine.gradients.deferral import DeferredGradient, Placed
+from psgrad.engine.gradients.inner.regions import apart, regions
 from psgrad.engine.gradients.terms import (
     CANCELLATION,
     Term,
@@ -190,40 +190,18 @@ def largest_numbers(term: Term) -> torch.Tensor:
 # -- terms of one parameter that overlap -----------------------------------------------------------------
 
 
-def common_part(a: Placed, b: Placed) -> tuple[Placed, Placed] | None:
-    """Both terms without the window, if they have the same; None if one would have to be materialised."""
-    if a.layout.window is None and b.layout.window is None:
-        return a, b
-    if a.layout.runs != b.layout.runs:
-        return None
-    return Placed(a.term, a.layout.bare), Placed(b.term, b.layout.bare)
-
-
-def are_apart(a: Placed, b: Placed) -> bool:
-    """Whether two terms are in windows of one parameter that have no element in common."""
-    if a.layout.window is None and b.layout.window is None:
-        return False
-    each = zip(a.layout.runs, b.layout.runs, strict=True)
-    return any(one.is_apart(length, *other) for (one, length), other in each)
-
-
 def cross_products(a: Placed, b: Placed) -> torch.Tensor:
     """[n] float64: each sample's inner product of two terms of one parameter."""
-    if not a.term.samples or are_apart(a, b):
-        return torch.zeros(a.term.samples, dtype=torch.float64, device=a.term.device)
-    common = common_part(a, b)
-    if common is None:
-        return _of_values(a, b)
-    a, b = common
-    if a.term.dtype != b.term.dtype:  # a weight that is used in two precisions
-        kind = torch.promote_types(accumulating_dtype(a.term.dtype), accumulating_dtype(b.term.dtype))
-        a, b = (placed.at(slice(None), kind) for placed in (a, b))
-    x, y = oriented(a), oriented(b)
-    if x is not None and y is not None:
-        for first, second in ((x, y), (y, x)):
+    for region in regions((a,), (b,)) if a.term.samples else ():
+        (x,), (y,) = region.left, region.right
+        if x.term.dtype != y.term.dtype:  # a weight that is used in two precisions
+            kind = torch.promote_types(accumulating_dtype(x.term.dtype), accumulating_dtype(y.term.dtype))
+            x, y = (placed.at(slice(None), kind) for placed in (x, y))
+        for first, second in ((x.term, y.term), (y.term, x.term)) if region.is_aligned else ():
             if (products := first.cross_products(second)) is not None:
                 return products
-    return _of_values(a, b)
+        return _of_values(x, y)
+    return torch.zeros(a.term.samples, dtype=torch.float64, device=a.term.device)
 
 
 def _of_values(a: Placed, b: Placed) -> torch.Tensor:

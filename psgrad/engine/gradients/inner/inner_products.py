@@ -35,7 +35,7 @@ def cheapest_order(region: Region, dtype: torch.dtype, machine: Machine) -> str:
 
 def inner_seconds(pairs: Sequence[Pair], machine: Machine) -> float:
     """The predicted time of `inner_products` of these gradients."""
-    every = [region for x, y in pairs for region in regions(x, y)]
+    every = [region for x, y in pairs for region in regions(x.terms, y.terms)]
     return sum(min(_prices(region, _dtype(region), machine).values()) for region in every)
 
 
@@ -112,7 +112,7 @@ def inner_products(
         return total
     by_values: dict[torch.dtype, list[Region]] = {}
     by_factors: list[tuple[Region, torch.dtype]] = []
-    for region in (region for x, y in pairs for region in regions(x, y)):
+    for region in (region for x, y in pairs for region in regions(x.terms, y.terms)):
         dtype = _dtype(region)
         if cheapest_order(region, dtype, machine(device)) == VALUES:
             by_values.setdefault(dtype, []).append(region)
@@ -137,7 +137,7 @@ def _with_overflow_by_values(total: torch.Tensor, pairs: Sequence[Pair]) -> torc
         if len(rows := wrong.any(1).nonzero().squeeze(1)):
             exact = torch.zeros(len(rows), wrong.shape[1], dtype=torch.float64, device=total.device)
             for x, y in pairs:
-                for region in regions(x.at(rows), y):
+                for region in regions(x.at(rows).terms, y.terms):
                     add_by_values(exact, [region], torch.float64, symmetric=False)
             total[rows] = torch.where(wrong[rows], exact, total[rows])
     return total
