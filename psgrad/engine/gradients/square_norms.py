@@ -10,13 +10,13 @@ squared. All other values are materialised, a block of samples at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
-from psgrad.engine.gradients.inner.regions import apart
+from psgrad.engine.gradients.deferral import DeferredGradient, Placed
+from psgrad.engine.gradients.inner.regions import apart, regions, value_parts
 from psgrad.engine.gradients.terms import (
     CANCELLATION,
     Term,
@@ -77,14 +77,15 @@ def _materialised(terms: Sequence[Placed]) -> torch.Tensor:
     """[n] float64: the squared norms of a sum of terms in float64, from its value, without cancellation
     between norms.
     """
-    size = 3 * math.prod(terms[0].layout.shape) * torch.float64.itemsize
-    parts = []
-    for block in blocks(terms[0].term.samples, size, terms[0].term.device):
-        values = [placed.at(block).materialise() for placed in terms]
-        parts.append(
-            square_norm(torch.stack([value.reshape(len(value), -1) for value in values]).sum(0))
-        )  # axes of length 1 may differ
-    return torch.cat(parts)
+    values = _value_blocks(terms, torch.float64)
+    return torch.cat([square_norm(torch.stack(parts).sum(0)) for _, parts in values])
+
+
+def _value_blocks(terms: Sequence[Placed], kind: torch.dtype) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    """For a block of samples after the other the values of each term, [k, elements] in this type."""
+    size, some = terms[0].layout.size, terms[0].term
+    for block in blocks(some.samples, (len(terms) + 1) * torch.float64.itemsize * size, some.device):
+        yield block, value_parts([placed.at(block, kind) for placed in terms], size)
 
 
 def _pairs(terms: Sequence[Placed]) -> torch.Tensor:
@@ -190,50 +191,25 @@ def largest_numbers(term: Term) -> torch.Tensor:
 # -- terms of one parameter that overlap -----------------------------------------------------------------
 
 
-def common_part(a: Placed, b: Placed) -> tuple[Placed, Placed] | None:
-    """Both terms without the window, if they have the same; None if one would have to be materialised."""
-    if a.layout.window is None and b.layout.window is None:
-        return a, b
-    if a.layout.runs != b.layout.runs:
-        return None
-    return Placed(a.term, a.layout.bare), Placed(b.term, b.layout.bare)
-
-
-def are_apart(a: Placed, b: Placed) -> bool:
-    """Whether two terms are in windows of one parameter that have no element in common."""
-    if a.layout.window is None and b.layout.window is None:
-        return False
-    each = zip(a.layout.runs, b.layout.runs, strict=True)
-    return any(one.is_apart(length, *other) for (one, length), other in each)
-
-
 def cross_products(a: Placed, b: Placed) -> torch.Tensor:
     """[n] float64: each sample's inner product of two terms of one parameter."""
-    if not a.term.samples or are_apart(a, b):
-        return torch.zeros(a.term.samples, dtype=torch.float64, device=a.term.device)
-    common = common_part(a, b)
-    if common is None:
-        return _of_values(a, b)
-    a, b = common
-    if a.term.dtype != b.term.dtype:  # a weight that is used in two precisions
-        kind = torch.promote_types(accumulating_dtype(a.term.dtype), accumulating_dtype(b.term.dtype))
-        a, b = (placed.at(slice(None), kind) for placed in (a, b))
-    x, y = oriented(a), oriented(b)
-    if x is not None and y is not None:
-        for first, second in ((x, y), (y, x)):
+    for region in regions((a,), (b,)) if a.term.samples else ():
+        (x,), (y,) = region.left, region.right
+        if x.term.dtype != y.term.dtype:  # a weight that is used in two precisions
+            kind = torch.promote_types(accumulating_dtype(x.term.dtype), accumulating_dtype(y.term.dtype))
+            x, y = (placed.at(slice(None), kind) for placed in (x, y))
+        for first, second in ((x.term, y.term), (y.term, x.term)) if region.is_aligned else ():
             if (products := first.cross_products(second)) is not None:
                 return products
-    return _of_values(a, b)
+        return _of_values(x, y)
+    return torch.zeros(a.term.samples, dtype=torch.float64, device=a.term.device)
 
 
 def _of_values(a: Placed, b: Placed) -> torch.Tensor:
     """[n] float64: the inner products of the materialised values, a block of samples at a time."""
     kind = accumulating_dtype(a.term.dtype)
-    size = 2 * kind.itemsize * math.prod(a.layout.shape)
     out = torch.empty(a.term.samples, dtype=torch.float64, device=a.term.device)
-    for block in blocks(a.term.samples, size, a.term.device):
-        values = [placed.at(block, kind).materialise() for placed in (a, b)]
-        x, y = (value.reshape(len(value), a.layout.size) for value in values)
+    for block, (x, y) in _value_blocks((a, b), kind):
         out[block] = sum_of_products(x, y).double()
     return out
 
@@ -245,16 +221,10 @@ def sum_of_squares(gradient: DeferredGradient) -> torch.Tensor:
         side = [gradient.terms[place] for place in places]
         term, layout = side[0].term, side[0].layout
         squares = term.square_sums() if len(side) == 1 else None
-        if squares is None:
-            _add_values(total, side)
-        else:
+        if squares is not None:
             total += layout.apply(squares)
+            continue
+        for _, parts in _value_blocks(side, accumulating_dtype(term.dtype)):
+            value = parts[0].double() if len(parts) == 1 else torch.stack(parts).sum(0).double()
+            total += value.square().sum(0).reshape(total.shape)
     return total
-
-
-def _add_values(total: torch.Tensor, side: Sequence[Placed]) -> None:
-    kind = accumulating_dtype(side[0].term.dtype)
-    for block in blocks(side[0].term.samples, 16 * math.prod(total.shape), total.device):
-        parts = [placed.at(block, kind).materialise() for placed in side]
-        value = parts[0].double() if len(parts) == 1 else torch.stack(parts).sum(0).double()
-        total += value.square().sum(0)

@@ -178,7 +178,7 @@ def test_inner_products_disjoint_windows() -> None:
     top, bottom, middle = (
         PerSampleGradients.of({"p": rows_of_parameter(start)}, torch.zeros(3)) for start in (0, 2, 1)
     )
-    assert regions(top.parts[0].gradients["p"], bottom.parts[0].gradients["p"]) == []
+    assert regions(*(each.parts[0].gradients["p"].terms for each in (top, bottom))) == []
     assert not top.inner(bottom).any()
     values = [each.materialise()["p"].flatten(1) for each in (top, middle, bottom)]
     torch.testing.assert_close(top.inner(middle), values[0] @ values[1].t(), rtol=1e-10, atol=1e-10)
@@ -327,7 +327,7 @@ def machine() -> Machine:
 
 
 def way_of(one: Term, other: Term, machine: Machine) -> str:
-    (region,) = regions(DeferredGradient.of(one, one.shape), DeferredGradient.of(other, other.shape))
+    (region,) = regions((Placed.plain(one),), (Placed.plain(other),))
     return prices.cheapest_order(region, torch.float32, machine)
 
 

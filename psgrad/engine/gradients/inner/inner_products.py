@@ -35,7 +35,7 @@ def cheapest_order(region: Region, dtype: torch.dtype, machine: Machine) -> str:
 
 def inner_seconds(pairs: Sequence[Pair], machine: Machine) -> float:
     """The predicted time of `inner_products` of these gradients."""
-    every = [region for x, y in pairs for region in regions(x, y)]
+    every = [region for x, y in pairs for region in regions(x.terms, y.terms)]
     return sum(min(_prices(region, _dtype(region), machine).values()) for region in every)
 
 
@@ -112,7 +112,7 @@ def inner_products(
         return total
     by_values: dict[torch.dtype, list[Region]] = {}
     by_factors: list[tuple[Region, torch.dtype]] = []
-    for region in (region for x, y in pairs for region in regions(x, y)):
+    for region in (region for x, y in pairs for region in regions(x.terms, y.terms)):
         dtype = _dtype(region)
         if cheapest_order(region, dtype, machine(device)) == VALUES:
             by_values.setdefault(dtype, []).append(region)
@@ -137,7 +137,7 @@ def _with_overflow_by_values(total: torch.Tensor, pairs: Sequence[Pair]) -> torc
         if len(rows := wrong.any(1).nonzero().squeeze(1)):
             exact = torch.zeros(len(rows), wrong.shape[1], dtype=torch.float64, device=total.device)
             for x, y in pairs:
-                for region in regions(x.at(rows), y):
+                for region in regions(x.at(rows).terms, y.terms):
                     add_by_values(exact, [region], torch.float64, symmetric=False)
             total[rows] = torch.where(wrong[rows], exact, total[rows])
     return total
@@ -164,7 +164,7 @@ def _add_by_factors(total: torch.Tensor, region: Region, dtype: torch.dtype, sym
         finite.append(sizes.isfinite().all(0))
         places = (_inaccurate(placed, sizes, dtype) & finite[-1]).nonzero().squeeze(1)
         if len(places):
-            exact = torch.zeros(_count(total, side, places), dtype=torch.float64, device=total.device)
+            exact = _zeros(total, side, places)
             add_factored(exact, *_factors(_of(region, side, places)), torch.float64, symmetric=False)
             _replace(part, side, places, exact, symmetric)
     total += part.masked_fill_(~(finite[0].unsqueeze(1) & finite[-1]), math.nan)
@@ -182,10 +182,8 @@ def _by_values(out: torch.Tensor, bundle: list[Region], dtype: torch.dtype, symm
         places = lengths.inaccurate().nonzero().squeeze(1)
         places = places[_are_products(bundle, side, places)]
         if len(places):
-            exact = torch.zeros(_count(out, side, places), dtype=torch.float64, device=out.device)
-            add_by_values(
-                exact, [_of(region, side, places) for region in bundle], torch.float64, symmetric=False
-            )
+            exact, some = _zeros(out, side, places), [_of(region, side, places) for region in bundle]
+            add_by_values(exact, some, torch.float64, symmetric=False)
             _replace(out, side, places, exact, symmetric)
     return out
 
@@ -198,8 +196,8 @@ def _of(region: Region, side: int, places: torch.Tensor) -> Region:
     return region.at(slice(None), places) if side else region.at(places, slice(None))
 
 
-def _count(out: torch.Tensor, side: int, places: torch.Tensor) -> tuple[int, int]:
-    return (out.shape[0], len(places)) if side else (len(places), out.shape[1])
+def _zeros(out: torch.Tensor, side: int, places: torch.Tensor) -> torch.Tensor:
+    return out.new_zeros((out.shape[0], len(places)) if side else (len(places), out.shape[1]))
 
 
 def _replace(

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
+from psgrad.engine.gradients.deferral import Placed, oriented
 from psgrad.engine.gradients.layout import AxisSlice
 from psgrad.engine.gradients.terms import Term
 
-# For each axis of a parameter the places of a term, and their number.
-Window = tuple[tuple[AxisSlice, int], ...]
+# For each axis of a parameter the places of a term, and their number; None for all of them.
+Window = tuple[tuple[AxisSlice, int], ...] | None
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Region:
         return replace(self, left=left, right=tuple(placed.at(others) for placed in self.right))
 
 
-def regions(x: DeferredGradient, y: DeferredGradient) -> list[Region]:
-    """The regions in which both gradients of one parameter have terms. Everywhere else their products are
-    zero.
+def regions(x: Sequence[Placed], y: Sequence[Placed]) -> list[Region]:
+    """The regions in which both gradients of one parameter, given by their terms, have any. Everywhere else
+    their products are zero.
     """
-    if not math.prod(x.shape):
+    if not x or not x[0].layout.size:
         return []
     result = []
-    every, first = (*x.terms, *y.terms), len(x.terms)
+    every, first = (*x, *y), len(x)
     for places in apart(every):
         left, right = [every[i] for i in places if i < first], [every[i] for i in places if i >= first]
         if left and right:
@@ -63,14 +63,20 @@ def apart(terms: Sequence[Placed]) -> list[list[int]]:
     """The terms of one parameter by their window; all together if two windows have an element in common."""
     windows: dict[Window, list[int]] = {}
     for place, placed in enumerate(terms):
-        windows.setdefault(placed.layout.runs, []).append(place)
+        windows.setdefault(_window(placed), []).append(place)
     if any(_overlap(one, other) for one, other in itertools.combinations(windows, 2)):
         return [list(range(len(terms)))]
     return list(windows.values())
 
 
+def _window(placed: Placed) -> Window:
+    return None if placed.layout.window is None else placed.layout.runs
+
+
 def _overlap(one: Window, other: Window) -> bool:
     """Whether two windows may have an element in common."""
+    if one is None or other is None:
+        return True
     return not any(a.is_apart(length, *b) for (a, length), b in zip(one, other, strict=True))
 
 
@@ -79,7 +85,7 @@ def _region(left: Sequence[Placed], right: Sequence[Placed]) -> Region:
     parameter.
     """
     every = [*left, *right]
-    if len({placed.layout.runs for placed in every}) > 1:
+    if len(set(map(_window, every))) > 1:
         return Region(tuple(left), tuple(right), math.prod(every[0].layout.shape), is_aligned=False)
     every = [Placed(placed.term, placed.layout.bare) for placed in every]
     elements = math.prod(every[0].layout.shape)
