@@ -17,7 +17,7 @@ from psgrad.commands.influence_setup import CheckpointView, InfluenceSetup
 from psgrad.commands.review_index import IndexedCurvature
 from psgrad.data.reader import CheckedReader
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.amounts import is_affine
+from psgrad.engine.influence.amounts import flat_params, is_affine, objective_slope
 from psgrad.engine.influence.data_change import (
     STEPS,
     DataChange,
@@ -25,8 +25,6 @@ from psgrad.engine.influence.data_change import (
     at_weights,
     changed_scalars,
     data_step,
-    flat_params,
-    sum_of_gradients,
 )
 from psgrad.engine.influence.index.row_curvature import RowCurvature
 from psgrad.engine.influence.method import Checkpoint, Preconditioned
@@ -148,7 +146,7 @@ def predicted(
         worst = _difference(found[-1][judged]).argsort(descending=True)[:_WORST].numpy()
         chosen = [*sets, *(np.arange(len(queries)) == row for row in worst)]
         parts = [with_rows(queries, setup.query_reader, setup.query_rows[each]) for each in chosen]
-        directions = torch.stack([sum_of_gradients(part) / len(part) for part in parts])
+        directions = torch.stack([objective_slope(part) / len(part) for part in parts])
         flat = change.after.flat
         prepared = flat.join(fitted.precondition(flat.split(directions))).double()
         effects.append(change.row_effects(prepared).numpy())

@@ -16,7 +16,7 @@ from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.influence.continued import slopes_without
 from psgrad.engine.influence.leverage import Corrected
-from psgrad.engine.influence.method import Preconditioned, flat_rows
+from psgrad.engine.influence.method import Preconditioned, row_products
 from psgrad.engine.transforms import vmap
 
 # Samples whose outputs are compared, and directions that they are compared along.
@@ -158,34 +158,26 @@ def distance_from_minimum(fitted: Preconditioned, weight_decay: float) -> tuple[
     minimum than the removal of one sample moves them.
     """
     training, count = fitted.training, len(fitted.training)
-    whole = objective_slope(training, weight_decay)
+    flat, whole = training.flat, objective_slope(training, weight_decay).unsqueeze(0)
     rows = sorted({place * count // _REMOVED for place in range(_REMOVED)})
-    single = training.stream.gradients(rows).materialise()
-    vectors = {name: torch.cat([value.unsqueeze(0), single[name].double()]) for name, value in whole.items()}
-    prepared = fitted.precondition(vectors)
-    products = torch.stack(
-        [
-            (flat_rows(prepared[name]) * flat_rows(value).to(prepared[name].device)).sum(1)
-            for name, value in vectors.items()
-        ]
-    )
-    decrement, *own = products.sum(0).tolist()
+    single = flat.join(training.stream.gradients(rows).materialise()).double()
+    vectors = flat.split(torch.cat([whole, single]))
+    decrement, *own = row_products(fitted.precondition(vectors), vectors).tolist()
     return decrement, sum(own) / len(own)
 
 
-def objective_slope(training: Examples, weight_decay: float) -> Vectors:
-    """The gradient of the training objective, the losses and the weight decay summed over the samples,
-    float64.
-    """
-    total: Vectors = training.fold(_summed)
-    return {
-        name: value + len(training) * weight_decay * training.params[name].double()
-        for name, value in total.items()
-    }
+def objective_slope(examples: Examples, weight_decay: float = 0.0) -> torch.Tensor:
+    """[p] float64: the gradient of the sum of the losses, and of n decay / 2 |theta|^2."""
+    total: Vectors = examples.fold(_summed)
+    slope = examples.flat.join({name: value.unsqueeze(0) for name, value in total.items()})[0]
+    return slope + len(examples) * weight_decay * flat_params(examples)
+
+
+def flat_params(examples: Examples) -> torch.Tensor:
+    """[p] float64: the parameters."""
+    return examples.flat.join({name: x.unsqueeze(0) for name, x in examples.params.items()})[0].double()
 
 
 def _summed(gradients: PerSampleGradients) -> Vectors:
-    return {
-        name: value.double()
-        for name, value in gradients.weighted_sum(torch.ones_like(gradients.losses)).items()
-    }
+    summed = gradients.weighted_sum(torch.ones_like(gradients.losses))
+    return {name: value.double() for name, value in summed.items()}

@@ -94,10 +94,8 @@ class RemovalTrial:
         self.training = training
         whole = objective_slope(training, weight_decay)  # first: it finds how many rows a chunk has
         parts = [drawn(min(count // _PART_SHARE, _PART_ROWS)) for _ in range(_PARTS)]
-        sums = [objective_slope(_rows_of(training, part), 0.0) for part in parts]
-        self.slopes = {
-            name: torch.stack([value, *(each[name] for each in sums)]) for name, value in whole.items()
-        }
+        sums = [objective_slope(_rows_of(training, part)) for part in parts]
+        self.slopes = training.flat.split(torch.stack([whole, *sums]))
         self.others = _rows_of(training, drawn(max(_PARTS, min(count // _OTHER_SHARE, _OTHERS))))
 
     def agreement(self, fitted: Preconditioned) -> float:

@@ -21,8 +21,8 @@ import torch
 
 from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Vectors, as_gradients
+from psgrad.engine.influence.amounts import flat_params, objective_slope
 from psgrad.engine.influence.method import Preconditioned
 from psgrad.engine.transforms import jvp, vmap
 from psgrad.engine.transforms.private_torch import tree_map
@@ -64,7 +64,7 @@ class DataChange:
         more = len(self.after) - len(self.before)
         total = more * self.weight_decay * flat_params(self.after)
         for rows, sign in self.signed_parts:
-            total = total + sign * sum_of_gradients(rows)
+            total = total + sign * objective_slope(rows)
         return total
 
     def row_effects(self, directions: torch.Tensor) -> torch.Tensor:
@@ -141,26 +141,6 @@ def at_weights(examples: Examples, weights: torch.Tensor) -> Examples:
     split = examples.flat.split(weights.unsqueeze(0).to(examples.device))
     objective.params = {name: value[0].to(params[name]) for name, value in split.items()}
     return replace(examples, objective=objective)
-
-
-def flat_params(examples: Examples) -> torch.Tensor:
-    """[p] float64: the parameters."""
-    return examples.flat.join({name: x.unsqueeze(0) for name, x in examples.params.items()})[0].double()
-
-
-def sum_of_gradients(examples: Examples) -> torch.Tensor:
-    """[p] float64: the gradient of the sum of the losses."""
-
-    def summed(gradients: PerSampleGradients) -> Vectors:
-        return gradients.weighted_sum(torch.ones_like(gradients.losses))
-
-    total = examples.fold(lambda gradients: {n: x.double() for n, x in summed(gradients).items()})
-    return examples.flat.join({name: value.unsqueeze(0) for name, value in total.items()})[0]
-
-
-def objective_slope(examples: Examples, weight_decay: float) -> torch.Tensor:
-    """[p] float64: the gradient of the sum of the losses, and n decay / 2 |theta|^2."""
-    return sum_of_gradients(examples) + len(examples) * weight_decay * flat_params(examples)
 
 
 def changed_scalars(

@@ -167,13 +167,8 @@ class Preconditioned(Fitted):
     def self_influence(self) -> Iterator[SelfBlock]:
         def both(vectors: Vectors) -> dict[str, torch.Tensor]:
             prepared = self.precondition(vectors)
-            product = torch.stack(
-                [(flat_rows(prepared[name]) * flat_rows(vectors[name])).sum(1) for name in vectors]
-            ).sum(0)
-            norm = (
-                torch.stack([flat_rows(value).square().sum(1) for value in prepared.values()]).sum(0).sqrt()
-            )
-            return {"self_influence": product, "norm": norm}
+            norms = row_products(prepared, prepared).sqrt()
+            return {"self_influence": row_products(prepared, vectors), "norm": norms}
 
         blocks: Iterator[tuple[slice, dict[str, torch.Tensor]]]
         if self.makes_passes:  # which all processes make together, with the same vectors
@@ -188,9 +183,14 @@ class Preconditioned(Fitted):
             yield SelfBlock(rows.start, rows.stop, part["self_influence"].cpu(), part["norm"].cpu())
 
 
-def flat_rows(value: torch.Tensor) -> torch.Tensor:
-    """[k, numel] float64 of [k, *shape]."""
-    return value.reshape(len(value), -1).double()
+def row_products(first: Vectors, second: Vectors) -> torch.Tensor:
+    """[k] float64: of k vectors with k others, both name -> [k, *shape]."""
+
+    def rows(value: torch.Tensor) -> torch.Tensor:
+        return value.reshape(len(value), -1).double()
+
+    each = [(rows(value) * rows(second[name]).to(value.device)).sum(1) for name, value in first.items()]
+    return torch.stack(each).sum(0)
 
 
 def not_finite_gradients(arrived: str) -> InfluenceError:

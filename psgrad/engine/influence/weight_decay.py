@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.amounts import objective_slope
+from psgrad.engine.influence.amounts import flat_params, objective_slope
 from psgrad.engine.influence.continued import AT_MINIMUM
 
 # Of fewer parameters a gradient points against the weights by chance in one case of a hundred, or more.
@@ -44,9 +44,7 @@ def estimated_decay(training: Examples, row_norms: torch.Tensor | None = None) -
     """
     if row_norms is None:
         row_norms = torch.cat([part["square_norm"].sqrt() for _, part in training.norms()])
-    slope, count = objective_slope(training, 0.0), len(training)
-    gradient = torch.cat([value.flatten() for value in slope.values()]) / count
-    weights = torch.cat([training.params[name].flatten().double() for name in slope])
+    gradient, weights = objective_slope(training) / len(training), flat_params(training)
     against, square = -(gradient @ weights), weights.square().sum()
     size = gradient.norm() * square.sqrt()
     # A sum of rows that cancel has an error of their precision; its direction means nothing below that.

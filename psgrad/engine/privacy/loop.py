@@ -126,7 +126,7 @@ def make_private(
     )
     return PrivateParts(
         PrivateModule(module, loop),
-        PrivateOptimizer(training, module, account, drawn),
+        PrivateOptimizer(training, module, account, drawn, loop.drawn),
         PrivateCriterion(criterion, loop),
         PrivateLoader(data_loader, rows, drawn, generator, loop.drawn),
     )
@@ -204,7 +204,7 @@ class _Loop:
                 " before each step",
             )
         inputs, target = self._batch
-        self._batch = self.drawn.size = self.called = None
+        self._batch = self.called = None
         params = self.objective.params
         dims = (0, None if target is None else 0)
 

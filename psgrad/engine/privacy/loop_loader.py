@@ -9,6 +9,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -69,7 +70,9 @@ class LoopSampling(NamedTuple):
 
 
 class DrawnBatch:
-    """The batch in the loop's hands. size: its records, None where the loop has none to step."""
+    """The batch in the loop's hands. size: its records, None where the loop has none to step: until a step on
+    it is paid for.
+    """
 
     size: int | None = None
 
@@ -102,14 +105,14 @@ class PrivateLoader:
         drawn: DrawnBatch,
     ) -> None:
         self._drawn, self._sizes, self.dataset = drawn, deque[int](), loader.dataset
-        self._steps, self._count = sampling.steps, 0
+        self._steps, numbers = sampling.steps, count()
 
         def draws() -> Iterator[list[DrawnRow]]:
             for _ in range(self._steps):
                 chosen = sampling.sampling.draw(len(rows), generator).tolist()
                 self._sizes.append(len(chosen))
-                yield [DrawnRow(self._count, row) for row in chosen]
-                self._count += 1
+                number = next(numbers)  # also where an epoch ends early no two batches have one number
+                yield [DrawnRow(number, row) for row in chosen]
 
         self._inner: DataLoader[Any] = DataLoader(
             rows,

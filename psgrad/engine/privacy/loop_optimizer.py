@@ -18,7 +18,7 @@ from torch import nn
 
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_pld
 from psgrad.engine.privacy.accounting.events import event_of
-from psgrad.engine.privacy.loop_loader import LoopSampling
+from psgrad.engine.privacy.loop_loader import DrawnBatch, LoopSampling
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.refusals import require_tail
 from psgrad.engine.privacy.step import PrivateTraining
@@ -128,9 +128,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(  # no super(): all is the inner one's
-        self, training: PrivateTraining, model: nn.Module, account: Account, drawn: LoopSampling
+        self,
+        training: PrivateTraining,
+        model: nn.Module,
+        account: Account,
+        drawn: LoopSampling,
+        batch: DrawnBatch,
     ) -> None:
-        self._training, self._model, self._account, self._drawn = training, model, account, drawn
+        self._training, self._model, self._account = training, model, account
+        self._drawn, self._batch = drawn, batch
         self.original_optimizer = training.optimizer
 
     param_groups = property(lambda self: self.original_optimizer.param_groups)  # type: ignore[assignment]
@@ -149,6 +155,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def _pay(self, event: StepEvent) -> None:
         self._account.pay(event)
+        self._batch.size = None
         self.param_groups[0][_ACCOUNT] = self._account.content()
         _TRAINED.add(self._model)
 

@@ -366,7 +366,10 @@ def test_loop_draws_of_a_dataset_follow_from_the_secret_stream(kind: str, worker
     assert not torch.equal(sums[0], sums[2])
 
 
-def test_loop_draws_of_a_dataset_differ_by_step_and_row() -> None:
+@pytest.mark.parametrize("stops", [False, True])
+def test_loop_draws_of_a_dataset_differ_by_step_and_row(stops: bool) -> None:
+    """Also where a loop stops before the end of an epoch."""
+
     class Numbers(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
             return 8
@@ -389,6 +392,8 @@ def test_loop_draws_of_a_dataset_differ_by_step_and_row() -> None:
             read.append(inputs)
             parts.criterion(parts.module(inputs), target).backward()
             parts.optimizer.step()
+            if stops:
+                break
     assert len(torch.cat(read).unique(dim=0)) == 24
 
 

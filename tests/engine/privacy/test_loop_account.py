@@ -10,6 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -341,13 +342,28 @@ def stop_and_begin_again(parts: PrivateParts) -> None:
                 break
 
 
-@pytest.mark.parametrize("loop", [skip_infinite, skip_the_last, stop_and_begin_again])
+def of_batches(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if len(output) == 1:
+        raise ZeroDivisionError("a record that can't be computed")
+    return nn.functional.cross_entropy(output, target)
+
+
+def skip_failed(parts: PrivateParts) -> None:
+    model, optimizer, criterion, loader = parts
+    for inputs, target in loader:
+        criterion(model(inputs), target).backward()
+        with suppress(ZeroDivisionError):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [skip_infinite, skip_the_last, skip_failed, stop_and_begin_again])
 def test_loop_that_leaves_a_drawn_batch_out_is_refused(loop: Callable[[PrivateParts], None]) -> None:
     inputs, target = dataset().tensors
     if loop is skip_infinite:
         inputs = inputs.clone()
         inputs[:] = math.inf
-    parts = parts_of(loader=DataLoader(TensorDataset(inputs, target), batch_size=12))
+    options = {"criterion": of_batches} if loop is skip_failed else {}
+    parts = parts_of(loader=DataLoader(TensorDataset(inputs, target), batch_size=12), **options)
     with pytest.raises(ConfigError, match="no step was taken on the one before") as refused:
         loop(parts)
     assert "a drawn batch is stepped" in str(refused.value)

@@ -15,6 +15,7 @@ from torch import nn
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.evaluation.jobs import LoadedRows
+from psgrad.engine.influence.method import row_norms
 
 Array = np.ndarray[Any, Any]
 
@@ -62,11 +63,8 @@ def controls(training: Examples, queries: Examples, seed: int = 0) -> tuple[dict
 
 def own_controls(training: Examples) -> dict[str, Array]:
     """Controls of the training example only: name -> [n] float64."""
-    parts = [norms for _, norms in training.norms()]
-    return {
-        LOSS: torch.cat([part["loss"] for part in parts]).double().numpy(),
-        NORM: torch.cat([part["square_norm"] for part in parts]).double().sqrt().numpy(),
-    }
+    found = row_norms(training)
+    return {LOSS: found.losses, NORM: found.norms}
 
 
 def has_labels(rows: LoadedRows) -> bool:
