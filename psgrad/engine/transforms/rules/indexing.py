@@ -261,11 +261,7 @@ def _index_put_batch(
 ) -> torch.Tensor:
     chosen = _by_mask(x, indices, values, accumulate)
     if chosen is not None:
-        return (
-            batch.physical(x).copy_(batch.physical(chosen))
-            if op is aten.index_put_.default
-            else batch.physical(chosen)
-        )
+        return batch.physical(chosen)
     physical = batch.physical(x)
     indices = _counted(batch, indices, all_masks=True)
     full = [
@@ -359,7 +355,6 @@ define(
     instead=_by_mask,
     batch=_index_put_batch,
 )
-define(aten.index_put_.default, batch=_index_put_batch)
 define(
     aten._unsafe_index.Tensor,
     vjp={0: _index_back},
