@@ -332,7 +332,6 @@ def _index_put_source(
 
 define(
     aten.index_put.default,
-    aten._unsafe_index_put.default,
     vjp={
         0: lambda out, x, indices, values, accumulate=False: (
             lambda g: (
@@ -354,9 +353,4 @@ define(
     },
     instead=_by_mask,
     batch=_index_put_batch,
-)
-define(
-    aten._unsafe_index.Tensor,
-    vjp={0: _index_back},
-    batch=lambda batch, op, x, indices: _index_batch(batch, aten.index.Tensor, x, indices),
 )
