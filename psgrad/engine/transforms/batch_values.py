@@ -59,6 +59,12 @@ class BatchTracer(InterpretedTracer):
         same.value, same.level, same.has_other_layout = self.value, self.level, True
         return same  # type: ignore[no-any-return]
 
+    def twin(self) -> BatchTracer:
+        return self  # its views have its memory
+
+    def become_view(self, view: BatchTracer) -> None:
+        self.value = view.value
+
     def rewritten(self, new: Any) -> Any:
         return self.level.lift(rewritten(self.below(), new.below())) if self.level.owns(new) else new
 

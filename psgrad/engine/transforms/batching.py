@@ -26,12 +26,9 @@ from psgrad.engine.transforms.operators import (
     Op,
     aten,
     facts,
-    functional_variant,
     is_random,
     out_of_place,
     refuse_mutation,
-    reshape_tracer,
-    reshapes_in_place,
 )
 from psgrad.engine.transforms.private_torch import count_write, make_wrapper, write_count
 from psgrad.engine.transforms.refused_writes import refuse_overlapping_memory
@@ -41,6 +38,17 @@ from psgrad.engine.transforms.tracer import Tracer, map_tracers, strides_of
 from psgrad.errors import TransformError
 
 RANDOMNESS = ("error", "same", "different")
+# In-place operators that run on the physical value of their target, against which the others broadcast.
+_BROADCAST_INTO_TARGET: frozenset[Op] = frozenset(
+    {
+        *[
+            getattr(packet, name)
+            for packet in (aten.add_, aten.sub_, aten.mul_, aten.div_)
+            for name in ("Tensor", "Scalar")
+        ],
+        *(aten.zero_.default, aten.copy_.default, aten.fill_.Scalar, aten.masked_fill_.Scalar),
+    }
+)
 
 
 class Deferral(Protocol):
@@ -64,6 +72,7 @@ class BatchLevel(SampleAxis):
     """
 
     counted: torch.Tensor | None = None
+    not_owned = "a tensor without a sample axis, from one that has it"
 
     def __init__(self, size: int, randomness: str = "error", deferral: Deferral | None = None) -> None:
         super().__init__(size, randomness)
@@ -101,12 +110,11 @@ class BatchLevel(SampleAxis):
             if result is not NotImplemented:
                 return result
         operator = rules_of(op)
-        if operator.facts.mutated:
-            refuse_overlapping_memory(op, args)
         if operator.facts.is_random and is_random(op, args, kwargs):
+            refuse_overlapping_memory(op, args)
             return self._draw(op, args, kwargs)
         if operator.writes:
-            return self._in_place(op, args, kwargs)
+            return self.in_place(op, args, kwargs)
         rule = operator.batching
         if rule is None:
             return decompose(op, args, kwargs)
@@ -195,42 +203,28 @@ class BatchLevel(SampleAxis):
                 return True
         return bool(args) and type(args[0]) is list and self._waiting(tuple(args[0]))
 
-    def _in_place(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operator = facts(op)
-        if operator.mutated_kwargs:
-            refuse_mutation(op, "an output argument (out=)")
-        for position in operator.mutated:
-            if not self.owns(args[position]):
-                refuse_mutation(op, "a tensor without a sample axis, from one that has it")
-        if not any(args[position].numel() for position in operator.mutated) and not reshapes_in_place(op):
-            return args[operator.mutated[0]]  # nothing is written: autograd must not count a write
-        for position in operator.mutated:
-            # several samples or elements share memory
-            if args[position].has_other_layout and 0 in args[position].value.stride():
-                args[position].lay_out()
-        if reshapes_in_place(op):
-            if not torch.is_grad_enabled() and isinstance(args[0].value, Tracer):
-                refuse_mutation(op, "a traced tensor under no_grad")
-            reshaped = functional_variant(op)(*args, **kwargs)  # type: ignore[misc]
-            reshape_tracer(op, args, kwargs)
-            args[0].value = reshaped.value
-            return args[0]
-        rule = rules_of(op).batching
-        versions = [_version(args[position].value) for position in operator.mutated]
-        if rule is not None:
-            rule(self.batch, op, *args, **kwargs)
-        elif operator.mutated == (0,):
+    def overwrite(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        target, rest = args[0], args[1:]
+        if op not in _BROADCAST_INTO_TARGET:
             # The caller's autograd may save the target for the operator's derivative, so it gets a copy of
             # the value before the write.
-            before = aten.clone.default(args[0]) if state.attached else args[0]
-            aten.copy_.default(args[0], out_of_place(op, (before, *args[1:]), kwargs))
-        else:
-            return decompose(op, args, kwargs)
-        for position, version in zip(operator.mutated, versions, strict=True):
-            written = args[position].value
-            if version is not None and write_count(written) == version:
-                count_write([written])  # below autograd, PyTorch does not count
-        return args[operator.mutated[0]]
+            before = aten.clone.default(target) if state.attached else target
+            rest = (out_of_place(op, (before, *rest), kwargs),)
+            op, kwargs = aten.copy_.default, {}
+        if not target.numel():
+            return  # autograd must not count a write
+        if target.has_other_layout and 0 in target.value.stride():  # samples or elements share memory
+            target.lay_out()
+        physical = target.below()
+        version = None if isinstance(physical, Tracer) else write_count(physical)
+        op(physical, *[self.batch.aligned(a, target.dim()) for a in rest], **kwargs)
+        if version is not None and write_count(physical) == version:
+            count_write([physical])  # below autograd, PyTorch does not count
+
+    def reshape(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.owns(args[0]) and not torch.is_grad_enabled() and isinstance(args[0].value, Tracer):
+            refuse_mutation(op, "a traced tensor under no_grad")
+        super().reshape(op, args, kwargs)
 
     def _draw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.randomness == "error":
@@ -273,8 +267,3 @@ class BatchLevel(SampleAxis):
     def _draw_below(self, op: Op, *args: Any, **kwargs: Any) -> Any:
         """The result of a random operator one level below, where an outer level may handle it."""
         return interpret(op, args, kwargs, below=self)
-
-
-def _version(physical: Any) -> int | None:
-    """PyTorch's count of writes to a plain tensor; None for a tracer, which has no memory."""
-    return None if isinstance(physical, Tracer) else write_count(physical)

@@ -21,15 +21,11 @@ from psgrad.engine.transforms.operators import (
     Op,
     aten,
     facts,
-    functional_variant,
     out_of_place,
     refuse_mutation,
-    reshape_tracer,
-    reshapes_in_place,
 )
 from psgrad.engine.transforms.private_torch import make_wrapper, without_modes
-from psgrad.engine.transforms.refused_writes import refuse_overlapping_memory
-from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, rules_of
+from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, rules_of
 from psgrad.engine.transforms.rules.strides import write_through
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import (
@@ -56,7 +52,6 @@ class DerivativeTracer(InterpretedTracer):
     value: torch.Tensor
     # For a view: its base, the operator, the operator's other arguments, and the number of its result.
     view_of: tuple[DerivativeTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None = None
-    has_views: bool = False
     writes: int = 0  # the number of writes to this tracer
     writes_seen: int = 0  # the base's `writes` when this view was taken
     created: int  # larger for tracers that were made later
@@ -88,6 +83,16 @@ class DerivativeTracer(InterpretedTracer):
         same.value = contiguous
         return same
 
+    def twin(self) -> DerivativeTracer:
+        same = self.level.constant(self.below())
+        same.become(self)
+        same.view_of, same.writes_seen = self.view_of, self.writes_seen
+        return same
+
+    def become_view(self, view: DerivativeTracer) -> None:
+        self.become(view)
+        self.view_of, self.writes_seen = view.view_of, view.writes_seen
+
 
 AnyTracer = TypeVar("AnyTracer", bound=DerivativeTracer)
 
@@ -103,6 +108,7 @@ def make_tracer(kind: type[AnyTracer], value: torch.Tensor, level: DerivativeLev
 class DerivativeLevel(Level):
     """One derivative. Subclasses define `apply`, for operators with a rule."""
 
+    not_owned = "a tensor made outside the transformed function (a buffer, a cache)"
     tracer: ClassVar[type[DerivativeTracer]]
     reads: Reads | None = None  # set while a function runs that will run again
     has_outside: bool = False  # whether a tracer stands for a tensor from outside
@@ -146,21 +152,20 @@ class DerivativeLevel(Level):
             _refuse_write_outside(op)
         return self.lower(op, args, kwargs)
 
-    def _write_from_outside(self, base: DerivativeTracer, op: Op, args: Any, kwargs: Any) -> Any:
+    def _write_from_outside(self, base: DerivativeTracer, op: Op, args: Any, kwargs: Any) -> None:
         """Run an in-place operator on a tensor of `adopt_from_outside` in its own memory, so that every view
         of it changes.
         """
         if base.needed or (self.inputs(args) and self.is_on()):
             _refuse_write_outside(op)
         self.lower(op, self.unwrap(args), self.unwrap(kwargs))
-        return args[0]
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = rules_of(op)
         if self.reads is not None:
             self.reads.note(tensors_in(args, kwargs))
         if operator.writes:
-            return self._in_place(op, args, kwargs)
+            return self.in_place(op, args, kwargs)
         # the operators of its definition are handled one by one: some are views, some write in place
         if operator.is_decomposed:
             return decompose(op, args, kwargs)
@@ -280,46 +285,25 @@ class DerivativeLevel(Level):
         tracer.writes_seen = base.writes
         tracer.writes += 1
 
-    def _in_place(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operator = facts(op)
-        if operator.mutated != (0,) and not operator.mutated_kwargs and decomposition_of(op) is not None:
-            return decompose(op, args, kwargs)
-        if operator.mutated_kwargs or operator.mutated != (0,):
-            refuse_mutation(op, "an output argument (out=) or several arguments")
-        target = args[0]
-        if not self.owns(target):
-            refuse_mutation(op, "a tensor made outside the transformed function (a buffer, a cache)")
-        for x in args:
-            if isinstance(x, DerivativeTracer) and self.owns(x):
-                self.refresh(x)
-        refuse_overlapping_memory(op, args)
-        if reshapes_in_place(op):
-            return self._reshape(op, args, kwargs)
-        if self.has_outside and (base := _base_of(target)).from_outside:
-            return self._write_from_outside(base, op, args, kwargs)
-        new = out_of_place(op, args, kwargs)
-        if new.dtype != target.dtype:
-            new = new.to(target.dtype)
-        self._write(target, new)
-        return target
+    def in_place(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tracer in filter(self.owns, args):
+            self.refresh(tracer)
+        return super().in_place(op, args, kwargs)
 
-    def _reshape(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The target becomes a view of its former value, so that writes to it still reach the same memory."""
+    def overwrite(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        target = args[0]
+        if self.has_outside and (base := _base_of(target)).from_outside:
+            self._write_from_outside(base, op, args, kwargs)
+            return
+        new = out_of_place(op, args, kwargs)
+        self._write(target, new if new.dtype == target.dtype else new.to(target.dtype))
+
+    def reshape(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         target = args[0]
         self._refuse_if_read(target)
-        if target.has_views:
-            refuse_mutation(op, "a tensor that has views")
         if not self.is_on() and target.varies:
             refuse_mutation(op, "a traced tensor under no_grad")
-        self.refresh(target)
-        before = self.constant(target.value)
-        before.become(target)
-        before.view_of, before.writes_seen = target.view_of, target.writes_seen
-        after = functional_variant(op)(before, *args[1:], **kwargs)  # type: ignore[misc]
-        reshape_tracer(op, args, kwargs)
-        target.become(after)
-        target.view_of, target.writes_seen = after.view_of, after.writes_seen
-        return target
+        super().reshape(op, args, kwargs)
 
     def _refuse_if_read(self, target: Any) -> None:
         if target.read_by is not None:

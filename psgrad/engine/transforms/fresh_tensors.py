@@ -17,10 +17,8 @@ from psgrad.engine.transforms.interpreter import InterpretedTracer, interpret
 from psgrad.engine.transforms.operators import (
     Op,
     facts,
-    functional_variant,
     is_random,
     refuse_mutation,
-    reshape_tracer,
     reshapes_in_place,
 )
 from psgrad.engine.transforms.private_torch import make_wrapper
@@ -40,7 +38,6 @@ class FreshTracer(InterpretedTracer):
     plain: torch.Tensor
     batched: BatchTracer | None
     view_of: tuple[FreshTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None
-    has_views: bool = False
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, level: SampleAxis) -> FreshTracer:
@@ -92,6 +89,17 @@ class FreshTracer(InterpretedTracer):
         value = rewritten(self.content(), content(new, self.level))
         return value if self.level.owns(value) else FreshTracer(value, self.level)
 
+    def twin(self) -> FreshTracer:
+        same = FreshTracer(self.plain, self.level)
+        same.batched, same.view_of = self.batched, self.view_of
+        return same
+
+    def become_view(self, view: Any) -> None:
+        if is_fresh(view, self.level):
+            self.plain, self.batched, self.view_of = view.plain, view.batched, view.view_of
+        else:
+            self.batched = view
+
 
 def _repeated(plain: torch.Tensor, size: int) -> torch.Tensor:
     """[size, *shape], in the memory layout of `plain` for each sample, so that its views stay views."""
@@ -130,7 +138,8 @@ def process_fresh(level: SampleAxis, op: Op, args: tuple[Any, ...], kwargs: dict
     if operator.mutated:
         target = args[operator.mutated[0]]
         if reshapes_in_place(op):
-            return _reshape(level, op, target, args, kwargs)
+            level.reshape(op, args, kwargs)
+            return target
         if is_random(op, args, kwargs):
             mapped = mapped or level.randomness != "same"
         if mapped:
@@ -163,20 +172,3 @@ def process_fresh(level: SampleAxis, op: Op, args: tuple[Any, ...], kwargs: dict
             view.view_of = (args[0], op, args[1:], kwargs, output)
         args[0].has_views = True
     return result
-
-
-def _reshape(
-    level: SampleAxis, op: Op, target: FreshTracer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """The target becomes a view of its former value."""
-    if target.has_views:
-        refuse_mutation(op, "a tensor that has views")
-    before = FreshTracer(target.plain, level)
-    before.batched, before.view_of = target.batched, target.view_of
-    after = functional_variant(op)(before, *args[1:], **kwargs)  # type: ignore[misc]
-    reshape_tracer(op, args, kwargs)
-    if is_fresh(after, level):
-        target.plain, target.batched, target.view_of = after.plain, after.batched, after.view_of
-    else:
-        target.batched = after
-    return target

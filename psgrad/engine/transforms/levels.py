@@ -27,7 +27,15 @@ from psgrad.engine.transforms.interpreter import (
     interpret,
     run_definition,
 )
-from psgrad.engine.transforms.operators import Op, aten, facts
+from psgrad.engine.transforms.operators import (
+    Op,
+    aten,
+    facts,
+    functional_variant,
+    refuse_mutation,
+    reshape_tracer,
+    reshapes_in_place,
+)
 from psgrad.engine.transforms.private_torch import (
     current_mode,
     forward_mode_runs,
@@ -35,7 +43,8 @@ from psgrad.engine.transforms.private_torch import (
     torch_func_runs,
     write_count,
 )
-from psgrad.engine.transforms.rules.registry import decomposition_of, rules_of
+from psgrad.engine.transforms.refused_writes import refuse_overlapping_memory
+from psgrad.engine.transforms.rules.registry import decompose, decomposition_of, rules_of
 from psgrad.engine.transforms.shape_checks import refuse_shapes
 from psgrad.engine.transforms.state import Divergence as Divergence
 from psgrad.engine.transforms.state import state
@@ -66,6 +75,7 @@ class Level:
     adopts: bool = True
     # For vmap: the outcomes of a branch on which samples disagree, and its place in the user's code.
     diverged: tuple[list[Any], str] | None = None
+    not_owned: str  # the targets that in-place operators can't write to, for an error
 
     def __init__(self) -> None:
         self.index = 0
@@ -83,6 +93,42 @@ class Level:
     def adopt_from_below(self, value: torch.Tensor) -> torch.Tensor:
         """`adopt`, unless this level or one above has adopted the value already."""
         return value if isinstance(value, Tracer) and value.level.index >= self.index else self.adopt(value)
+
+    def in_place(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The target of an in-place operator, after the write: of the operator's result as a new tensor."""
+        operator, target = facts(op), args[0]
+        several = operator.mutated != (0,)
+        if several and not operator.mutated_kwargs and decomposition_of(op) is not None:
+            return decompose(op, args, kwargs)
+        if several or operator.mutated_kwargs:
+            refuse_mutation(op, "an output argument (out=) or several arguments")
+        if not self.owns(target):
+            refuse_mutation(op, self.not_owned)
+        refuse_overlapping_memory(op, args)
+        if reshapes_in_place(op):
+            self.reshape(op, args, kwargs)
+        else:
+            self.overwrite(op, args, kwargs)
+        return target
+
+    def owns(self, value: Any) -> bool:
+        """Whether a value is a tracer of this level that can be written to."""
+        raise NotImplementedError
+
+    def overwrite(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write the result of an in-place operator to its target, the first argument."""
+        raise NotImplementedError
+
+    def reshape(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Change the shape of an in-place operator's target. It becomes a view of its former value, so that
+        writes to it still reach the same memory.
+        """
+        target = args[0]
+        if target.has_views:
+            refuse_mutation(op, "a tensor that has views")
+        view = functional_variant(op)(target.twin(), *args[1:], **kwargs)  # type: ignore[misc]
+        reshape_tracer(op, args, kwargs)
+        target.become_view(view)
 
     def write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an in-place operator on a tensor that this level does not follow."""

@@ -41,6 +41,7 @@ class Tracer(torch.Tensor):
     level: ActiveLevel
     value: Any
     carries_samples: ClassVar[bool] = False  # whether the value has a sample axis that the tracer hides
+    has_views: bool = False  # whether a view of it is known
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
@@ -59,6 +60,14 @@ class Tracer(torch.Tensor):
         the old one.
         """
         return new
+
+    def twin(self) -> Any:
+        """A tracer of the same value, which stays when this one becomes a view of it."""
+        raise NotImplementedError
+
+    def become_view(self, view: Any) -> None:
+        """Become this view of the former value, after an in-place operator has changed the shape."""
+        raise NotImplementedError
 
     def with_contiguous_strides(self) -> Any:
         """This value with contiguous strides, for a program that takes views of it."""

@@ -1,4 +1,4 @@
-"""Operators without a derivative (comparisons, rounding), casts, copies, and in-place operators."""
+"""Operators without a derivative (comparisons, rounding), casts and copies."""
 
 from __future__ import annotations
 
@@ -113,28 +113,3 @@ linear(aten.clone.default, back=unchanged, batch=_copied)
 
 def _cast_back(dtype: torch.dtype, device: torch.device) -> Any:
     return lambda g: cast(g if g.device == device else aten._to_copy.default(g, device=device), dtype)
-
-
-# -- in place, on batched values -----------------------------------------------------------------------------
-
-
-def _in_place_batch(batch: Any, op: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The kernel writes into the physical value; the other operands broadcast against it."""
-    rank = target.dim()
-    return op(
-        batch.physical(target),
-        *[batch.aligned(a, rank) if isinstance(a, torch.Tensor) else a for a in args],
-        **kwargs,
-    )
-
-
-# The others are carried out of place and copied: see BatchLevel.
-for _name in ("add", "sub", "mul", "div"):
-    _packet = getattr(aten, f"{_name}_")
-    define(_packet.Tensor, _packet.Scalar, batch=_in_place_batch)
-for _name in (
-    "zero",
-    "copy",
-):
-    define(getattr(aten, f"{_name}_").default, batch=_in_place_batch)
-define(aten.fill_.Scalar, aten.masked_fill_.Scalar, batch=_in_place_batch)

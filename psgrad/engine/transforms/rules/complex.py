@@ -19,8 +19,8 @@ from psgrad.engine.transforms.rules.families import (
     leading,
     linear,
     of_one_if_empty,
+    shifted,
     unchanged,
-    wrap_dim,
 )
 from psgrad.engine.transforms.rules.registry import Op, replace
 from psgrad.engine.transforms.tracer import innermost
@@ -139,10 +139,7 @@ def _complex_to_real_back(
     return back
 
 
-@of_one_if_empty
-def _along_axes(batch: Any, op: Op, x: torch.Tensor, dims: Sequence[int], *rest: Any) -> torch.Tensor:
-    return op(batch.physical(x), [wrap_dim(d, x.dim()) + 1 for d in dims], *rest)
-
+_along_axes = of_one_if_empty(shifted(1))
 
 linear(
     aten._fft_c2c.default,

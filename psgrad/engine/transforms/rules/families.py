@@ -210,6 +210,17 @@ def folded(*positions: int) -> Callable[..., Any]:
     return rule
 
 
+def pooled(axes: int) -> Callable[..., Any]:
+    """Batching for a kernel on tensors with `axes` spatial axes, a channel axis and perhaps a batch axis."""
+
+    def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
+        if args[0].dim() == axes + 2:
+            return folded(*range(len(args)))(batch, op, *args, **kwargs)
+        return on_physical(batch, op, *args, **kwargs)
+
+    return rule
+
+
 def of_one_if_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
     """The batching rule for a kernel that fails on an empty batch: it runs on one sample of zeros instead,
     which is then left out.

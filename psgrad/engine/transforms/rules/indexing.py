@@ -261,11 +261,7 @@ def _index_put_batch(
 ) -> torch.Tensor:
     chosen = _by_mask(x, indices, values, accumulate)
     if chosen is not None:
-        return (
-            batch.physical(x).copy_(batch.physical(chosen))
-            if op is aten.index_put_.default
-            else batch.physical(chosen)
-        )
+        return batch.physical(chosen)
     physical = batch.physical(x)
     indices = _counted(batch, indices, all_masks=True)
     full = [
@@ -336,7 +332,6 @@ def _index_put_source(
 
 define(
     aten.index_put.default,
-    aten._unsafe_index_put.default,
     vjp={
         0: lambda out, x, indices, values, accumulate=False: (
             lambda g: (
@@ -358,10 +353,4 @@ define(
     },
     instead=_by_mask,
     batch=_index_put_batch,
-)
-define(aten.index_put_.default, batch=_index_put_batch)
-define(
-    aten._unsafe_index.Tensor,
-    vjp={0: _index_back},
-    batch=lambda batch, op, x, indices: _index_batch(batch, aten.index.Tensor, x, indices),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.rules.families import aten, leading, linear, sum_to, wrap_dim
+from psgrad.engine.transforms.rules.families import aten, leading, linear, pooled, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define
 
 # -- joining -------------------------------------------------------------------------------------------------
@@ -62,22 +62,6 @@ define(
 )
 
 
-def _pad_batch(axes: int) -> Callable[..., torch.Tensor]:
-    """Batching for kernels with at most one leading batch axis: all leading axes are folded into one."""
-
-    def rule(batch: Any, op: Op, *args: Any) -> torch.Tensor:
-        tensors = [batch.physical(a) if isinstance(a, torch.Tensor) else a for a in args]
-        lead = tensors[0].shape[: tensors[0].dim() - axes]
-        folded = [
-            a.reshape(lead.numel(), 1, *a.shape[a.dim() - axes :]) if isinstance(a, torch.Tensor) else a
-            for a in tensors
-        ]
-        out = op(*folded)
-        return out.reshape(*lead, *out.shape[2:])
-
-    return rule
-
-
 for _axes in (1, 2, 3):
     for _kind in ("reflection", "replication"):
         _forward = getattr(aten, f"{_kind}_pad{_axes}d").default
@@ -85,10 +69,10 @@ for _axes in (1, 2, 3):
         define(
             _forward,
             vjp={0: lambda out, x, pad, backward=_backward: lambda g: backward(g, x, pad)},
-            batch=_pad_batch(_axes),
+            batch=pooled(_axes),
         )
         define(
             _backward,
             vjp={0: lambda out, g, x, pad, forward=_forward: lambda h: forward(h, pad)},
-            batch=_pad_batch(_axes),
+            batch=pooled(_axes),
         )

@@ -37,26 +37,17 @@ def spread(g: torch.Tensor, shape: Sequence[int], dims: Any, keepdim: bool) -> t
     return g.expand(shape)
 
 
-def full(op: Op) -> Callable[..., Any]:
-    """Batching of a reduction over all elements: over every axis except the sample axis."""
-
-    def rule(batch: Any, _: Op, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        physical = batch.physical(x)
-        return (
-            op(physical, list(range(1, physical.dim())), False, **kwargs)
-            if physical.dim() > 1
-            else op(physical.unsqueeze(1), [1], False, **kwargs)
-        )
-
-    return rule
-
-
 def by_axes(batch: Any, op: Op, x: torch.Tensor, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Batching of a reduction over some axes."""
     physical = batch.physical(x)
     if x.dim() == 0:
         return without_unit_axis(op(physical.unsqueeze(1), [1], *args, **kwargs))
     return op(physical, [a + 1 for a in axes_of(dims, x.dim())], *args, **kwargs)
+
+
+def full(op: Op) -> Callable[..., Any]:
+    """Batching of a reduction over all elements: over every axis except the sample axis."""
+    return lambda batch, _, x, **kwargs: by_axes(batch, op, x, None, False, **kwargs)
 
 
 def _sum_back(

@@ -11,20 +11,8 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.private_torch import decomposition_table
-from psgrad.engine.transforms.rules.families import aten, first_result, folded, on_physical, one_by_one
+from psgrad.engine.transforms.rules.families import aten, first_result, folded, one_by_one, pooled
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
-
-
-def pooled(axes: int) -> Callable[..., Any]:
-    """Batching for a kernel on tensors with `axes` spatial axes, a channel axis and perhaps a batch axis."""
-
-    def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
-        if args[0].dim() == axes + 2:
-            return folded(*range(len(args)))(batch, op, *args, **kwargs)
-        return on_physical(batch, op, *args, **kwargs)
-
-    return rule
-
 
 # -- the largest values: a backward kernel puts each cotangent to one place ----------------------------------
 

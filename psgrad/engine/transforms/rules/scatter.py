@@ -294,11 +294,6 @@ def _refuse_segments(data: torch.Tensor, axis: int, given: torch.Tensor | None, 
 # -- indices of the flattened tensor -------------------------------------------------------------------------
 
 
-@replace(aten.take.default)
-def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return aten.index.Tensor(x.reshape(-1), [index])
-
-
 @replace(aten.put.default)
 def _put(
     x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False

@@ -124,10 +124,7 @@ def _norm_batch(
     keepdim: bool = False,
     **kwargs: Any,
 ) -> Any:
-    physical = batch.physical(x)
-    if x.dim() == 0:
-        return op(physical.unsqueeze(1), order, [1], False, **kwargs)
-    return op(physical, order, [a + 1 for a in axes_of(dims, x.dim())], keepdim, **kwargs)
+    return by_axes(batch, lambda x, *axes, **rest: op(x, order, *axes, **rest), x, dims, keepdim, **kwargs)
 
 
 define(aten.linalg_vector_norm.default, vjp={0: _norm_back}, batch=_norm_batch)
