@@ -54,13 +54,22 @@ def warm_up(model: nn.Module, run: Callable[[], Any]) -> None:
     model that does not run on them is told of by `why_not_checked`.
 
     Raises ModelError for layers that read or keep statistics of a batch, and where the run changes a
-    parameter or a buffer (batch normalisation in train mode, running statistics, power iteration).
+    parameter or a buffer.
     """
     require_no_batch_statistics(model)
-    state, names = Unchanged(model), {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    state, names = Unchanged(model), _names(model)
     with torch.no_grad(), random_state.restored(), contextlib.suppress(Exception):
         run()
-    changed = [name for name in state.changes(by_bits=True) if name in names]
+    _require_no_update(model, state, names)
+
+
+def _names(model: nn.Module) -> set[str]:
+    return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _require_no_update(model: nn.Module, state: Unchanged, names: set[str] | None = None) -> None:
+    """Raises ModelError where a forward pass has changed something of these names; of any for None."""
+    changed = [name for name in state.changes(by_bits=True) if names is None or name in names]
     if changed:
         modules, parts = dict(model.named_modules()), changed[0].split(".")
         prefixes = [".".join(parts[:count]) for count in reversed(range(len(parts)))]
@@ -97,15 +106,17 @@ def require_separate_records(objective: Objective, inputs: Sequence[Tensor], tar
         inputs, target: a few stand-ins or rows, [n, ...] each, on the model's device; at least two; four or
             more find more.
 
-    In plain forward passes, one row at a time and all together: a row's loss must be the same again after
-    other rows (a memory bank, a running average); and a row's output must be the same beside any other rows,
-    because psgrad computes each alone and the model would silently be another one (a loss over the batch, an
-    axis of samples that is not the first). Effects that begin after many rows, such as a memory bank that has
-    to fill up first, are not found here, nor what changes no loss: a step compares the state of the model
-    (unchanged.py). All global random generators are restored; what a model sets up on its first run (a cache)
-    remains.
+    In plain forward passes, one row at a time and all together: no buffer and no parameter may change (batch
+    normalisation in train mode, running statistics, power iteration); a row's loss must be the same again
+    after other rows (a memory bank, a running average); and a row's output must be the same beside any other
+    rows, because psgrad computes each alone and the model would silently be another one (a loss over the
+    batch, an axis of samples that is not the first). Effects that begin after many rows, such as a memory
+    bank that has to fill up first, are not found here. All global random generators are restored; what a
+    model sets up on its first run (a cache) remains.
     """
     rows = _FewRows(objective, tuple(inputs), target)
+    require_no_batch_statistics(objective.model)
+    rows.require_no_update()
     rows.require_no_memory()
     rows.require_no_mixing()
 
@@ -180,6 +191,15 @@ class _FewRows:
                     f"the model or the loss raised {type(error).__name__} on {what}: {first_line}",
                     hint="call the model on one row, with a batch axis of one, to see why",
                 ) from error
+
+    def require_no_update(self) -> None:
+        """No parameter and no buffer changes in a forward pass, and after the first one, no attribute."""
+        model = self.objective.model
+        state, names = Unchanged(model), _names(model)
+        for row in range(len(self)):
+            self.alone(row)
+            _require_no_update(model, state, None if row else names)
+            state.renew()
 
     def require_no_memory(self) -> None:
         """A row's loss is the same again, after the others and in another order."""
