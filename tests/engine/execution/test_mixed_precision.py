@@ -153,10 +153,8 @@ def exact_in_halves(*shape: int) -> Tensor:
 def test_products_and_sums_over_positions_are_taken_in_float32(
     positions: int, width: int, features: int, device: torch.device
 ) -> None:
-    model, inputs = (
-        nn.Linear(features, width).to(device),
-        exact_in_halves(ROWS, positions, features).to(device),
-    )
+    model = nn.Linear(features, width).to(device)
+    inputs = exact_in_halves(ROWS, positions, features).to(device)
     target = torch.zeros(ROWS, device=device)
     objective = Objective(model, summed, autocast=HALF)
     gradients = per_sample_gradients(objective.loss, objective.params, (inputs,), target, has_aux=True)
@@ -193,10 +191,8 @@ def test_products_and_sums_over_positions_are_taken_in_float32(
 
 
 def test_a_weight_that_changes_is_cast_anew(device: torch.device) -> None:
-    model, inputs = (
-        nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device),
-        torch.randn(ROWS, 6, device=device),
-    )
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device)
+    inputs = torch.randn(ROWS, 6, device=device)
     target = torch.zeros(ROWS, dtype=torch.int64, device=device)
 
     def norms() -> Tensor:

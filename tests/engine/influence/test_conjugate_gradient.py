@@ -97,9 +97,7 @@ def test_conjugate_gradient_reports_true_residual() -> None:
 
 
 @pytest.mark.parametrize("spectrum", [True, False])
-def test_conjugate_gradient_negative_curvature_refused(
-    spectrum: bool,
-) -> None:
+def test_conjugate_gradient_negative_curvature_refused(spectrum: bool) -> None:
     matrix = symmetric(torch.cat([torch.tensor([-0.5]), torch.logspace(-2, 1, 49)]))
     rhs = torch.randn(4, 50, dtype=torch.float64)
     with pytest.raises(
@@ -115,9 +113,7 @@ def test_conjugate_gradient_negative_curvature_refused(
 
 
 @pytest.mark.parametrize("preconditioned", [True, False])
-def test_conjugate_gradient_singular_curvature_refused(
-    preconditioned: bool,
-) -> None:
+def test_conjugate_gradient_singular_curvature_refused(preconditioned: bool) -> None:
     matrix = symmetric(torch.cat([torch.zeros(40), torch.logspace(-2, 1, 10)]))
     rhs = torch.randn(4, 50, dtype=torch.float64)
 

@@ -58,10 +58,8 @@ LOSSES: dict[str, Any] = {
 def test_leverage_scores_equal_one_newton_step(name: str, solver: Any) -> None:
     criterion, target = LOSSES[name]
     model, inputs = mlp(), classified(15)[0]
-    training, queries = (
-        examples(model, criterion, inputs, target, chunk_size=12),
-        examples(model, criterion, -inputs[:4], target[:4]),
-    )
+    training = examples(model, criterion, inputs, target, chunk_size=12)
+    queries = examples(model, criterion, -inputs[:4], target[:4])
     method = Influence(solver=solver, damping=0.02, weight_decay=0.01, leverage=True)
     if (name, solver) == ("gradients outside the span", "dual"):
         with pytest.raises(

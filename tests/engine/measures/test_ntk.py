@@ -86,11 +86,9 @@ def test_ntk_kernel_equals_jacobians(architecture: Architecture) -> None:
 @given(n=st.integers(1, 12), outputs=st.integers(1, 4), chunk_size=st.integers(1, 12))
 @settings(max_examples=15)
 def test_ntk_each_output_and_chunks(n: int, outputs: int, chunk_size: int) -> None:
-    model, inputs, targets = (
-        mlp(outputs),
-        torch.randn(n, 3, dtype=torch.float64),
-        torch.randint(outputs, (n,)),
-    )
+    model = mlp(outputs)
+    inputs = torch.randn(n, 3, dtype=torch.float64)
+    targets = torch.randint(outputs, (n,))
     setting = setting_of(
         model,
         lambda output, target: F.cross_entropy(output, target),
@@ -128,11 +126,9 @@ def of_classes(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, **
 
 
 def test_ntk_class_blocks_are_means_over_pairs() -> None:
-    model, inputs, targets = (
-        mlp(3),
-        torch.randn(9, 3, dtype=torch.float64),
-        torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 1]),
-    )
+    model = mlp(3)
+    inputs = torch.randn(9, 3, dtype=torch.float64)
+    targets = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 1])
     setting = of_classes(model, inputs, targets)
     table = found_of(setting).tables["classes"]
     rows = jacobians(model, (inputs,))
@@ -165,9 +161,8 @@ def test_ntk_single_logit_is_aligned_with_class_one() -> None:
     result = found_of(setting_of(model, loss, (inputs,), target, kind="binary"))
     rows = jacobians(model, (inputs,))[:, 0]
     expected = alignment(rows @ rows.T, target.numpy()[:, None])
-    assert result.numbers["alignment"] == pytest.approx(
-        expected, rel=1e-9
-    )  # two one-hot columns say the same twice
+    # two one-hot columns say the same twice
+    assert result.numbers["alignment"] == pytest.approx(expected, rel=1e-9)
     assert result.tables["outputs"]["alignment"] == [pytest.approx(expected, rel=1e-9)]
     assert result.numbers["condition_number"] == result.numbers["condition_number_of_all_outputs"]
 

@@ -149,9 +149,7 @@ def library_epsilons(lines: list[dict[str, Any]], delta: float) -> tuple[float |
     ],
     ids=lambda events: "-".join(event.sampling.scheme for event, _ in events) + "-" + events[0][0].relation,
 )
-def test_step_event_epsilon_by_dp_accounting(
-    events: list[tuple[StepEvent, int]],
-) -> None:
+def test_step_event_epsilon_by_dp_accounting(events: list[tuple[StepEvent, int]]) -> None:
     lines = [json.loads(json.dumps(event.line())) for event, steps in events for _ in range(steps)]
     spent = merged((event_of(line), 1) for line in lines).items()
     rdp, pld = library_epsilons(lines, 1e-5)

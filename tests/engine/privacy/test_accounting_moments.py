@@ -110,9 +110,7 @@ def test_rdp_order_at_the_edge_warns(multiplier: float, steps: int, order: float
 
 @pytest.mark.parametrize(
     ("event", "why"),
-    [
-        (poisson(1.0, 0.1, "replace_one"), "the moments of poisson sampling under replace_one are not known"),
-    ],
+    [(poisson(1.0, 0.1, "replace_one"), "the moments of poisson sampling under replace_one are not known")],
 )
 def test_rdp_uncovered_combination_refused(event: Any, why: str) -> None:
     result = epsilon_rdp([(event, 3)], 1e-5)

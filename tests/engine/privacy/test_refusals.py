@@ -324,9 +324,8 @@ def test_refusal_batch_loss_of_model(drop: float) -> None:
         return F.cross_entropy(output["logits"], target) + output["balance"]
 
     assert "changes with the other rows of its batch" in refusal(Balanced(drop), balanced)
-    check(
-        Balanced(drop), lambda output, target: F.cross_entropy(output["logits"], target)
-    )  # of which the loss makes no use
+    # of which the loss makes no use
+    check(Balanced(drop), lambda output, target: F.cross_entropy(output["logits"], target))
 
 
 def test_refusal_error_on_one_row() -> None:
