@@ -208,7 +208,10 @@ class Watched:
         pass
 
 
-def shapes_computed(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def shapes_computed(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch, room: int | None = None
+) -> list[tuple[int, ...]]:
+    """room: for so many numbers there is memory."""
     seen: list[tuple[int, ...]] = []
     pass_of = stream.pass_of
 
@@ -217,6 +220,8 @@ def shapes_computed(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> list[tup
 
         def found(params: Any, inputs: Any, target: Any) -> Any:
             seen.append(tuple(inputs[0].shape))
+            if room is not None and inputs[0].numel() > room:
+                raise torch.OutOfMemoryError("out of memory")
             return run(params, inputs, target)
 
         return found
@@ -282,19 +287,7 @@ def test_bucket_that_runs_out_of_memory_is_halved_and_others_stay_done(
     rows = ragged.rows([2] * 8 + [9] * 8)
     said: list[str] = []
     stream = ragged.stream(rows, chunk_size=16, model_size=LARGE, say=said.append)
-    seen: list[tuple[int, ...]] = []
-    pass_of = stream.pass_of
-
-    def small(how: Callable[..., Any]) -> Callable[..., Any]:
-        def found(params: Any, inputs: Any, target: Any) -> Any:
-            seen.append(tuple(inputs[0].shape))
-            if inputs[0].numel() > 40:
-                raise torch.OutOfMemoryError("out of memory")
-            return pass_of(how)(params, inputs, target)
-
-        return found
-
-    monkeypatch.setattr(stream, "pass_of", small)
+    seen = shapes_computed(stream, monkeypatch, room=40)
     chunks = list(stream.run(16, [Watched(factors)]))
     assert len(chunks) == 1 + factors
     assert_close(

@@ -275,9 +275,8 @@ def test_a_model_that_keeps_a_state_is_not_replayed() -> None:
 
 @pytest.mark.long
 def test_a_record_that_gives_other_numbers_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        agree.__globals__, "agree", lambda found, again, rounding: bool(torch.rand(()) < 0)
-    )  # one that draws as it likes, too
+    # one that draws as it likes, too
+    monkeypatch.setitem(agree.__globals__, "agree", lambda found, again, rounding: bool(torch.rand(()) < 0))
     run, _ = both(perceptron(dropout=0.3).train(), vectors(), chunk_size=4, randomness="different")
     assert run.replayed == 0
     assert len(run.reasons) == 1

@@ -17,6 +17,7 @@ from psgrad.engine.execution import memory
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.free_memory import free_host_memory
+from tests.engine.execution.test_streaming import OUT_OF_MEMORY
 
 ROOT = Path(__file__).parents[3]
 GIB = 1 << 30
@@ -28,13 +29,8 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     "error",
     [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
-        MemoryError("Unable to allocate 1.00 TiB"),
+        *(error() for error in OUT_OF_MEMORY.values()),
         OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to"
-            " allocate 1"
-        ),
         RuntimeError(
             "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: not enough memory: you tried to"
             " allocate 1"
@@ -44,7 +40,6 @@ GIB = 1 << 30
             "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API"
             " call"
         ),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
     ],
@@ -76,68 +71,55 @@ def test_what_the_allocator_says_when_asked_for_too_much() -> None:
 # -- What is free --------------------------------------------------------------------------------------------
 
 
-def machine(root: Path, groups: str, available: int = 8 * GIB, **files: str) -> Path:
-    """A file system as the kernel shows it: free memory, this process's control groups, and files of those,
-    `__` for `/`.
-    """
-    content = {
-        "proc/meminfo": f"MemTotal: 99 kB\nMemFree: 1 kB\nMemAvailable: {available // 1024} kB\n",
-        "proc/self/cgroup": groups,
-        **{
-            f"sys/fs/cgroup/{name.replace('__', '/').replace('memory_', 'memory.')}": text
-            for name, text in files.items()
-        },
-    }
-    for name, text in content.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-def test_pages_that_the_kernel_gives_back_count_as_free(tmp_path: Path) -> None:
-    assert free_host_memory(machine(tmp_path, "")) == 8 * GIB
-
-
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    root = machine(
-        tmp_path,
+# What this process's control groups are, files of theirs, and how much is free of 8 GiB.
+MACHINES: dict[str, tuple[str, dict[str, object], int]] = {
+    "pages that the kernel gives back": ("", {}, 8 * GIB),
+    "a container's limit": (
         "0::/\n",
-        memory_max=f"{4 * GIB}\n",
-        memory_current=f"{3 * GIB}\n",
-        memory_stat=f"anon {2 * GIB}\ninactive_file {GIB // 2}\n",
-    )
-    assert free_host_memory(root) == 3 * GIB // 2
-
-
-def test_the_tightest_limit_above_the_group_counts(tmp_path: Path) -> None:
-    root = machine(
-        tmp_path,
+        {
+            "memory.max": 4 * GIB,
+            "memory.current": 3 * GIB,
+            "memory.stat": f"anon {2 * GIB}\ninactive_file {GIB // 2}",
+        },
+        3 * GIB // 2,
+    ),
+    "the tightest limit above the group": (
         "0::/batch/job-7\n",
-        batch__memory_max=f"{2 * GIB}\n",
-        batch__memory_current=f"{GIB}\n",
-        **{"batch__job-7__memory_max": "max\n", "batch__job-7__memory_current": f"{GIB // 4}\n"},
-    )
-    assert free_host_memory(root) == GIB
-
-
-def test_control_groups_of_version_1_count(tmp_path: Path) -> None:
-    root = machine(
-        tmp_path,
+        {
+            "batch/memory.max": 2 * GIB,
+            "batch/memory.current": GIB,
+            "batch/job-7/memory.max": "max",
+            "batch/job-7/memory.current": GIB // 4,
+        },
+        GIB,
+    ),
+    "control groups of version 1": (
         "5:cpu:/a\n4:memory:/a\n0::/\n",
-        memory__a__memory_limit_in_bytes=f"{3 * GIB}\n",
-        memory__a__memory_usage_in_bytes=f"{2 * GIB}\n",
-        memory__a__memory_stat=f"total_inactive_file {GIB // 2}\n",
-        memory__memory_limit_in_bytes="9223372036854771712\n",
-        memory__memory_usage_in_bytes="0\n",
-    )
-    assert free_host_memory(root) == 3 * GIB // 2
+        {
+            "memory/a/memory.limit_in_bytes": 3 * GIB,
+            "memory/a/memory.usage_in_bytes": 2 * GIB,
+            "memory/a/memory.stat": f"total_inactive_file {GIB // 2}",
+            "memory/memory.limit_in_bytes": 9223372036854771712,
+            "memory/memory.usage_in_bytes": 0,
+        },
+        3 * GIB // 2,
+    ),
+    "a group over its limit": ("0::/\n", {"memory.max": GIB, "memory.current": 2 * GIB}, 0),
+}
 
 
-def test_a_group_that_is_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
-    assert (
-        free_host_memory(machine(tmp_path, "0::/\n", memory_max=f"{GIB}\n", memory_current=f"{2 * GIB}\n"))
-        == 0
-    )
+@pytest.mark.parametrize("name", MACHINES)
+def test_free_memory_within_the_limits_of_a_machine(name: str, tmp_path: Path) -> None:
+    groups, files, free = MACHINES[name]
+    content = {
+        "proc/meminfo": f"MemTotal: 99 kB\nMemFree: 1 kB\nMemAvailable: {8 * GIB // 1024} kB\n",
+        "proc/self/cgroup": groups,
+        **{f"sys/fs/cgroup/{file}": f"{text}\n" for file, text in files.items()},
+    }
+    for file, text in content.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    assert free_host_memory(tmp_path) == free
 
 
 def test_a_chunk_gets_a_share_or_what_it_is_given_and_on_a_cpu_no_more_than_pays(

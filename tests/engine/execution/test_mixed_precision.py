@@ -14,10 +14,11 @@ from psgrad.data.rows import Block
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.self_check import self_check
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
+from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.errors import SelfCheckError
+from tests.engine.execution.test_self_check import plant, scaled
 from tests.oracles import one_sample_gradients
 from tests.small_models import Tied
 
@@ -104,7 +105,8 @@ def test_norms_are_those_of_autocast_one_sample_at_a_time(case: tuple[nn.Module,
     gradients = per_sample_gradients(objective.loss, objective.params, (inputs,), target, has_aux=True)
     with torch.autocast(inputs.device.type, HALF):
         plain = one_sample_gradients(model, F.cross_entropy, (inputs,), target)
-    exact = square_norms(one_sample_gradients(model, F.cross_entropy, (inputs,), target)).sqrt()
+    wide = one_sample_gradients(model, F.cross_entropy, (inputs,), target)
+    exact = square_norms(wide).sqrt()
     rounding = float((square_norms(plain).sqrt() / exact - 1).abs().max())
     assert 1e-5 < rounding < 0.1  # it is bfloat16 that runs
     found = gradients.square_norms().sqrt()
@@ -112,10 +114,7 @@ def test_norms_are_those_of_autocast_one_sample_at_a_time(case: tuple[nn.Module,
     torch.testing.assert_close(found, square_norms(plain).sqrt(), rtol=2 * rounding + EPS, atol=0)
     torch.testing.assert_close(found, exact, rtol=2 * rounding + EPS, atol=0)
     apart = {name: g - plain[name] for name, g in gradients.materialise().items()}
-    exactly = {
-        name: g - plain[name]
-        for name, g in one_sample_gradients(model, F.cross_entropy, (inputs,), target).items()
-    }
+    exactly = {name: g - plain[name] for name, g in wide.items()}
     assert (square_norms(apart).sqrt() <= 2 * square_norms(exactly).sqrt() + EPS * exact).all()
 
 
@@ -154,10 +153,8 @@ def exact_in_halves(*shape: int) -> Tensor:
 def test_products_and_sums_over_positions_are_taken_in_float32(
     positions: int, width: int, features: int, device: torch.device
 ) -> None:
-    model, inputs = (
-        nn.Linear(features, width).to(device),
-        exact_in_halves(ROWS, positions, features).to(device),
-    )
+    model = nn.Linear(features, width).to(device)
+    inputs = exact_in_halves(ROWS, positions, features).to(device)
     target = torch.zeros(ROWS, device=device)
     objective = Objective(model, summed, autocast=HALF)
     gradients = per_sample_gradients(objective.loss, objective.params, (inputs,), target, has_aux=True)
@@ -165,9 +162,8 @@ def test_products_and_sums_over_positions_are_taken_in_float32(
         assert {f.dtype for p in gradients.parts[0].gradients["weight"].terms for f in p.term.factors} == {
             HALF
         }
-    sums = inputs.double().sum(
-        1
-    )  # [n, 3]: the gradient of every row of the weight; nothing was rounded on the way
+    # [n, 3]: the gradient of every row of the weight; nothing was rounded on the way
+    sums = inputs.double().sum(1)
     exact = {"weight": sums.unsqueeze(1).expand(-1, width, -1)}
     norms = per_sample_square_norms(objective.loss, objective.params, (inputs,), target, has_aux=True)
     if device.type != "cuda":  # where other ways are cheap
@@ -195,10 +191,8 @@ def test_products_and_sums_over_positions_are_taken_in_float32(
 
 
 def test_a_weight_that_changes_is_cast_anew(device: torch.device) -> None:
-    model, inputs = (
-        nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device),
-        torch.randn(ROWS, 6, device=device),
-    )
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device)
+    inputs = torch.randn(ROWS, 6, device=device)
     target = torch.zeros(ROWS, dtype=torch.int64, device=device)
 
     def norms() -> Tensor:
@@ -278,18 +272,7 @@ def test_the_check_says_how_far_halves_are_from_float32(objective: Objective) ->
 def test_a_wrong_gradient_is_caught_in_halves_too(
     objective: Objective, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = Stream.gradients
-
-    def wrong(stream: Stream, rows: Any) -> PerSampleGradients:
-        grads = honest(stream, rows)
-        terms = [type(p)(p.term.scaled(factor), p.layout) for p in grads.parts[0].gradients["0.weight"].terms]
-        changed = {
-            **grads.parts[0].gradients,
-            "0.weight": grads.parts[0].gradients["0.weight"].with_terms(terms),
-        }
-        return PerSampleGradients.of(changed, grads.losses, grads.aux)
-
-    monkeypatch.setattr(Stream, "gradients", wrong)
+    plant(monkeypatch, lambda name, found: scaled(found, factor) if name == "0.weight" else found)
     with pytest.raises(SelfCheckError, match=r"differs from a plain one-sample gradient") as failure:
         check(objective)
     assert "in bfloat16" in str(failure.value)

@@ -78,9 +78,8 @@ def test_whatever_the_model_returns_loses_its_batch_axis(wrap: Any, pick: Any) -
         return F.cross_entropy(logits, target)
 
     found = grads_of(Objective(model, loss), (inputs,), target).materialise()
-    expected = one_sample_gradients(
-        Returns(lambda y: y), F.cross_entropy, (inputs,), target
-    )  # another layer: for the names alone
+    # another layer: for the names alone
+    expected = one_sample_gradients(Returns(lambda y: y), F.cross_entropy, (inputs,), target)
     assert found.keys() == expected.keys()
     model.wrap = lambda y: y
     torch.testing.assert_close(found, one_sample_gradients(model, F.cross_entropy, (inputs,), target))
@@ -155,10 +154,8 @@ class Everything(nn.Module):
 def test_the_model_is_left_as_it_was_bit_for_bit(fails: bool) -> None:
     model = Everything().eval()
     identities = {name: id(value) for name, value in model.named_parameters(remove_duplicate=False)}
-    before, keys = (
-        copy.deepcopy(model.state_dict()),
-        {name: set(vars(module)) for name, module in model.named_modules()},
-    )
+    before = copy.deepcopy(model.state_dict())
+    keys = {name: set(vars(module)) for name, module in model.named_modules()}
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         if fails:

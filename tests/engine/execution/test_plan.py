@@ -128,10 +128,8 @@ def test_memory_with_random_operators_and_in_float64(device: torch.device) -> No
         .double()
         .to(device)
     )
-    inputs, target = (
-        torch.randn(4, 3, 8, 8, dtype=torch.float64, device=device),
-        torch.randint(5, (4,), device=device),
-    )
+    inputs = torch.randn(4, 3, 8, 8, dtype=torch.float64, device=device)
+    target = torch.randint(5, (4,), device=device)
     hold_peak_against_the_allocator(
         model, (inputs,), target, per_sample_square_norms, F.cross_entropy, "different"
     )

@@ -261,9 +261,8 @@ def test_wherever_memory_runs_out_every_row_is_done_once_and_in_order(
         capture="off",
     )  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            "psgrad.engine.execution.row_computation.gc.collect", lambda: 0
-        )  # slow, and nothing to be found
+        # slow, and nothing to be found
+        patched.setattr("psgrad.engine.execution.row_computation.gc.collect", lambda: 0)
         found = columns_of(stream, count, [Rows()])
     assert found["row"].tolist() == list(range(count))
     assert [row for start, stop in asked for row in range(start, stop)] == list(range(count))

@@ -134,11 +134,10 @@ def padded(rows: list[Row], pad_token: int) -> Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A model class, its config, and rows for it."""
+    """A model type as the library names it, its config, and rows for it."""
 
     architecture: str
     task: str
-    kind: str
     config: dict[str, Any]
     draw: Callable[[], list[Row]]
     pad_token: int = 0
@@ -151,8 +150,8 @@ class Case:
     def build(self, dtype: torch.dtype) -> nn.Module:
         """In eval mode, with random weights in all parameters, biases and norms, too."""
         torch.manual_seed(0)
-        kind = getattr(transformers, self.kind)
-        model = kind(kind.config_class(**self.config)).eval()
+        config = transformers.AutoConfig.for_model(self.architecture, architectures=[], **self.config)
+        model = getattr(transformers, f"AutoModelFor{AUTO[self.task]}").from_config(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -166,8 +165,8 @@ class Case:
         ]
 
 
-def decoder(architecture: str, kind: str, draw: Callable[[], list[Row]] = continued, **config: Any) -> Case:
-    return Case(architecture, "causal-lm", f"{kind}ForCausalLM", {**DECODER, **config}, draw)
+def decoder(architecture: str, **config: Any) -> Case:
+    return Case(architecture, "causal-lm", {**DECODER, **config}, continued)
 
 
 BERT_POSITIONS = {"pad_token_id": 1, "max_position_embeddings": 32}  # as RoBERTa counts them
@@ -202,40 +201,33 @@ T5 = {
 PATCHES = {**WIDTHS, "image_size": 32, "patch_size": 8}
 CLASSIFY, TAG, MASKED = "sequence-classification", "token-classification", "masked-lm"
 IMAGE, SEQ_TO_SEQ = "image-classification", "seq2seq-lm"
+AUTO = {
+    CLASSIFY: "SequenceClassification",
+    "regression": "SequenceClassification",
+    TAG: "TokenClassification",
+    MASKED: "MaskedLM",
+    "causal-lm": "CausalLM",
+    SEQ_TO_SEQ: "Seq2SeqLM",
+    IMAGE: "ImageClassification",
+    "multiple-choice": "MultipleChoice",
+    "question-answering": "QuestionAnswering",
+}
 
 CASES = (
-    Case("bert", CLASSIFY, "BertForSequenceClassification", ENCODER, classified),
-    Case("distilbert", CLASSIFY, "DistilBertForSequenceClassification", DISTILBERT, classified),
-    Case(
-        "roberta", CLASSIFY, "RobertaForSequenceClassification", {**ENCODER, **BERT_POSITIONS}, classified, 1
-    ),
-    Case("deberta-v2", CLASSIFY, "DebertaV2ForSequenceClassification", DEBERTA, classified),
-    Case(
-        "electra", CLASSIFY, "ElectraForSequenceClassification", {**ENCODER, "embedding_size": 8}, classified
-    ),
-    Case("gpt2", CLASSIFY, "GPT2ForSequenceClassification", GPT2, classified),
-    Case(
-        "bert",
-        "regression",
-        "BertForSequenceClassification",
-        {**ENCODER, "num_labels": 1, "problem_type": "regression"},
-        regressed,
-    ),
-    Case("bert", TAG, "BertForTokenClassification", {**ENCODER, "num_labels": 3}, tagged),
-    Case(
-        "xlm-roberta",
-        TAG,
-        "XLMRobertaForTokenClassification",
-        {**ENCODER, **BERT_POSITIONS, "num_labels": 3},
-        tagged,
-        1,
-    ),
-    Case("bert", MASKED, "BertForMaskedLM", ENCODER, masked),
-    Case("albert", MASKED, "AlbertForMaskedLM", {**ENCODER, "embedding_size": 8}, masked),
+    Case("bert", CLASSIFY, ENCODER, classified),
+    Case("distilbert", CLASSIFY, DISTILBERT, classified),
+    Case("roberta", CLASSIFY, {**ENCODER, **BERT_POSITIONS}, classified, 1),
+    Case("deberta-v2", CLASSIFY, DEBERTA, classified),
+    Case("electra", CLASSIFY, {**ENCODER, "embedding_size": 8}, classified),
+    Case("gpt2", CLASSIFY, GPT2, classified),
+    Case("bert", "regression", {**ENCODER, "num_labels": 1, "problem_type": "regression"}, regressed),
+    Case("bert", TAG, {**ENCODER, "num_labels": 3}, tagged),
+    Case("xlm-roberta", TAG, {**ENCODER, **BERT_POSITIONS, "num_labels": 3}, tagged, 1),
+    Case("bert", MASKED, ENCODER, masked),
+    Case("albert", MASKED, {**ENCODER, "embedding_size": 8}, masked),
     Case(
         "modernbert",
         MASKED,
-        "ModernBertForMaskedLM",
         {
             **ENCODER,
             **TOKENS,
@@ -246,45 +238,36 @@ CASES = (
         },
         masked,
     ),
-    Case("gpt2", "causal-lm", "GPT2LMHeadModel", GPT2, continued),
-    decoder("llama", "Llama"),
-    decoder("qwen2", "Qwen2"),
-    decoder("qwen3", "Qwen3", head_dim=8),
-    decoder("mistral", "Mistral", sliding_window=4),
-    decoder("gemma2", "Gemma2", head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8),
+    Case("gpt2", "causal-lm", GPT2, continued),
+    decoder("llama"),
+    decoder("qwen2"),
+    decoder("qwen3", head_dim=8),
+    decoder("mistral", sliding_window=4),
+    decoder("gemma2", head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8),
     decoder(
-        "gemma3",
-        "Gemma3",
+        "gemma3_text",
         head_dim=8,
         sliding_window=4,
         query_pre_attn_scalar=8,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    decoder("phi3", "Phi3"),
-    Case("gpt-neox", "causal-lm", "GPTNeoXForCausalLM", {**ENCODER, **TOKENS}, continued),
-    Case("mamba", "causal-lm", "MambaForCausalLM", MAMBA, continued, shared={"use_cache": False}),
-    decoder("olmo2", "Olmo2"),
-    Case("t5", SEQ_TO_SEQ, "T5ForConditionalGeneration", T5, translated),
-    Case("bart", SEQ_TO_SEQ, "BartForConditionalGeneration", BART, translated, 1),
-    Case("vit", IMAGE, "ViTForImageClassification", PATCHES, pictured),
-    Case(
-        "convnext",
-        IMAGE,
-        "ConvNextForImageClassification",
-        {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
-        pictured,
-    ),
+    decoder("phi3"),
+    Case("gpt_neox", "causal-lm", {**ENCODER, **TOKENS}, continued),
+    Case("mamba", "causal-lm", MAMBA, continued, shared={"use_cache": False}),
+    decoder("olmo2"),
+    Case("t5", SEQ_TO_SEQ, T5, translated),
+    Case("bart", SEQ_TO_SEQ, BART, translated, 1),
+    Case("vit", IMAGE, PATCHES, pictured),
+    Case("convnext", IMAGE, {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}, pictured),
     Case(
         "resnet",
         IMAGE,
-        "ResNetForImageClassification",
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
         pictured,
     ),
     Case(
         "swin",
         IMAGE,
-        "SwinForImageClassification",
         {
             "image_size": 32,
             "patch_size": 4,
@@ -295,65 +278,50 @@ CASES = (
         },
         pictured,
     ),
-    Case("bert", "multiple-choice", "BertForMultipleChoice", ENCODER, chosen),
+    Case("bert", "multiple-choice", ENCODER, chosen),
 )
 
 # Layers of experts: `grouped_mm` by default, which PyTorch's own kernel does not take in float64.
 MIXTURES = (
-    decoder("mixtral", "Mixtral", num_local_experts=4, num_experts_per_tok=2),
-    decoder("qwen3-moe", "Qwen3Moe", head_dim=8, moe_intermediate_size=16, **EXPERTS),
-    decoder("olmoe", "Olmoe", **EXPERTS),
-    decoder(
-        "gpt-oss", "GptOss", head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
-    ),
+    decoder("mixtral", num_local_experts=4, num_experts_per_tok=2),
+    decoder("qwen3_moe", head_dim=8, moe_intermediate_size=16, **EXPERTS),
+    decoder("olmoe", **EXPERTS),
+    decoder("gpt_oss", head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
 )
 
 # Beyond the usual ones.
 MORE = (
-    *[
-        decoder(kind.lower(), kind)
-        for kind in ("Gemma", "Starcoder2", "Granite", "StableLm", "SmolLM3", "Cohere", "Glm4")
-    ],
+    *map(decoder, ("gemma", "starcoder2", "granite", "stablelm", "smollm3", "cohere", "glm4")),
     Case(
         "falcon",
         "causal-lm",
-        "FalconForCausalLM",
         {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
         continued,
     ),
-    Case("mpnet", CLASSIFY, "MPNetForSequenceClassification", {**ENCODER, **BERT_POSITIONS}, classified, 1),
+    Case("mpnet", CLASSIFY, {**ENCODER, **BERT_POSITIONS}, classified, 1),
     Case(
         "deberta",
         CLASSIFY,
-        "DebertaForSequenceClassification",
         {**ENCODER, "relative_attention": True, "pos_att_type": ["p2c"], "max_position_embeddings": 32},
         classified,
     ),
-    Case(
-        "longformer",
-        CLASSIFY,
-        "LongformerForSequenceClassification",
-        {**ENCODER, **BERT_POSITIONS, "attention_window": 4},
-        classified,
-        1,
-    ),
-    Case("deit", IMAGE, "DeiTForImageClassification", PATCHES, pictured),
+    Case("longformer", CLASSIFY, {**ENCODER, **BERT_POSITIONS, "attention_window": 4}, classified, 1),
+    Case("deit", IMAGE, PATCHES, pictured),
 )
 
 # What padding behind the end changes in the library itself.
 XLNET = {"vocab_size": VOCABULARY, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24}
 CHANGED_BY_PADDING = (
-    Case("bert", "question-answering", "BertForQuestionAnswering", ENCODER, answered),
-    Case("xlnet", CLASSIFY, "XLNetForSequenceClassification", XLNET, classified),
+    Case("bert", "question-answering", ENCODER, answered),
+    Case("xlnet", CLASSIFY, XLNET, classified),
     Case(
         "fnet",
         CLASSIFY,
-        "FNetForSequenceClassification",
         {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24},
         lambda: [
             {name: value for name, value in row.items() if name != "attention_mask"} for row in classified()
         ],
     ),
     # Padded positions that see no key at all: their mean is taken over nothing.
-    decoder("gemma2", "Gemma2", head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
+    decoder("gemma2", head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
 )

@@ -5,7 +5,7 @@ one-sample loop.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -44,28 +44,32 @@ class Program:
     kinds: dict[str, str]
 
 
+Kinds = dict[str, str] | str
+SHAPE = (5, 4)  # of a parameter w
+
+
 def of(
-    forward: Callable[..., Tensor], *inputs: tuple[int, ...], kinds: dict[str, str], **shapes: tuple[int, ...]
+    forward: Callable[..., Tensor], kinds: Kinds, *inputs: tuple[int, ...], **shapes: tuple[int, ...]
 ) -> Program:
-    """`forward(x, ..., **parameters)`, with parameters of these shapes and inputs of one sample of those."""
+    """`forward(x, ..., **parameters)`, with inputs of one sample of these shapes, else one of four numbers,
+    and parameters of those, else one w. kinds: of each parameter, or of w.
+    """
+    given = shapes or {"w": SHAPE}
 
     def draw() -> tuple[Params, tuple[Any, ...]]:
-        return {name: randn(*shape) for name, shape in shapes.items()}, tuple(
-            randn(N, *shape) for shape in inputs or ((4,),)
-        )
+        params = {name: randn(*shape) for name, shape in given.items()}
+        return params, tuple(randn(N, *shape) for shape in inputs or ((4,),))
 
-    return Program(lambda params, *x: scalar(forward(*x, **params)), draw, kinds)
+    expected = {"w": kinds} if isinstance(kinds, str) else kinds
+    return Program(lambda params, *x: scalar(forward(*x, **params)), draw, expected)
 
 
 def looking_up(
-    forward: Callable[..., Tensor], *shape: int, kinds: dict[str, str], **shapes: tuple[int, ...]
+    forward: Callable[..., Tensor], kinds: Kinds, *shape: int, **shapes: tuple[int, ...]
 ) -> Program:
-    """As `of`, with one input of indices below 5."""
-
-    def draw() -> tuple[Params, tuple[Any, ...]]:
-        return {name: randn(*sizes) for name, sizes in shapes.items()}, (tokens(N, *shape, count=5),)
-
-    return Program(lambda params, index: scalar(forward(index, **params)), draw, kinds)
+    """As `of`, with one input of indices below 5, three of them unless another shape is given."""
+    plain = of(forward, kinds, **shapes)
+    return replace(plain, draw=lambda: (plain.draw()[0], (tokens(N, *(shape or (3,)), count=5),)))
 
 
 def module(make: Callable[[], nn.Module], *inputs: tuple[int, ...], kinds: dict[str, str]) -> Program:
@@ -145,289 +149,216 @@ RECURRENT = dict.fromkeys(("weight_ih_l0", "weight_hh_l0"), "Product")
 
 PROGRAMS: dict[str, Program] = {
     # -- parts of a weight
-    "rows": of(lambda x, w: F.linear(x, w[1:4]), w=(6, 4), kinds={"w": "Product"}),
-    "one matrix of a stack": of(lambda x, w: F.linear(x, w[1]), w=(3, 5, 4), kinds={"w": "Product"}),
-    "columns": of(lambda x, w: F.linear(x, w[:, 1:5]), w=(5, 8), kinds={"w": "Product"}),
-    "rows of a transpose": of(lambda x, w: F.linear(x, w.t()[1:4]), w=(4, 6), kinds={"w": "Product"}),
-    "rows, reshaped": of(lambda x, w: F.linear(x, w.view(2, 3, 4)[1]), w=(6, 4), kinds={"w": "Image"}),
+    "rows": of(lambda x, w: F.linear(x, w[1:4]), "Product", w=(6, 4)),
+    "one matrix of a stack": of(lambda x, w: F.linear(x, w[1]), "Product", w=(3, 5, 4)),
+    "columns": of(lambda x, w: F.linear(x, w[:, 1:5]), "Product", w=(5, 8)),
+    "rows of a transpose": of(lambda x, w: F.linear(x, w.t()[1:4]), "Product", w=(4, 6)),
+    "rows, reshaped": of(lambda x, w: F.linear(x, w.view(2, 3, 4)[1]), "Image", w=(6, 4)),
     "overlapping rows": of(
-        lambda x, w: F.linear(x, w[:4]) + F.linear(x.tanh(), w[2:]),
-        (2, 4),
-        w=(6, 4),
-        kinds={"w": "Product + Product"},
+        lambda x, w: F.linear(x, w[:4]) + F.linear(x.tanh(), w[2:]), "Product + Product", (2, 4), w=(6, 4)
     ),
     "a part and the whole": of(
         lambda x, w: F.linear(x, w[2:]).sum(-1) + F.linear(x.tanh(), w).sum(-1),
+        "Product + Product",
         (2, 4),
         w=(6, 4),
-        kinds={"w": "Product + Product"},
     ),
-    "chunks": of(qkv, (3, 4), w=(12, 4), kinds={"w": "Product + Product + Product"}),
+    "chunks": of(qkv, "Product + Product + Product", (3, 4), w=(12, 4)),
     "split": of(
         lambda x, w: torch.stack([F.linear(x, p) for p in w.split(3, 1)]).prod(0),
+        "Product + Product",
         (2, 3),
         w=(5, 6),
-        kinds={"w": "Product + Product"},
     ),
     "unbind": of(
         lambda x, w: torch.stack([F.linear(x, p) for p in w.unbind()]).prod(0),
+        "Product + Product",
         w=(2, 5, 4),
-        kinds={"w": "Product + Product"},
     ),
     "heads of a projection": of(
-        lambda x, w: F.linear(x, w.view(2, 3, 4)[:, :2].flatten(0, 1)), w=(6, 4), kinds={"w": "Image"}
+        lambda x, w: F.linear(x, w.view(2, 3, 4)[:, :2].flatten(0, 1)), "Image", w=(6, 4)
     ),
     # -- joined weights
     "concatenated": of(
-        lambda x, v, w: F.linear(x, torch.cat([v, w])),
-        v=(2, 4),
-        w=(3, 4),
-        kinds={"v": "Product", "w": "Product"},
+        lambda x, v, w: F.linear(x, torch.cat([v, w])), {"v": "Product", "w": "Product"}, v=(2, 4), w=(3, 4)
     ),
     "stacked": of(
         lambda x, v, w: torch.einsum("i,hoi->ho", x, torch.stack([v, w])),
+        {"v": "Image", "w": "Image"},
         v=(5, 4),
         w=(5, 4),
-        kinds={"v": "Image", "w": "Image"},
     ),
-    "padded": of(lambda x, w: F.linear(x, F.pad(w, (1, 0, 0, 2))), w=(3, 3), kinds={"w": "Dense"}),
+    "padded": of(lambda x, w: F.linear(x, F.pad(w, (1, 0, 0, 2))), "Dense", w=(3, 3)),
     # -- relabelled
-    "transpose": of(lambda x, w: x @ w, (2, 4), w=(4, 5), kinds={"w": "Product"}),
-    "from a vector": of(lambda x, w: F.linear(x, w.view(5, 4)), w=(20,), kinds={"w": "Product"}),
-    "repeated": of(lambda x, w: F.linear(x, w.repeat(2, 1)), (3, 4), w=(3, 4), kinds={"w": "Dense"}),
-    "flipped": of(lambda x, w: F.linear(x, w.flip(0)), w=(5, 4), kinds={"w": "Image"}),
-    "flipped table": looking_up(lambda i, w: F.embedding(i, w.flip(0)), 3, w=(5, 4), kinds={"w": "Image"}),
+    "transpose": of(lambda x, w: x @ w, "Product", (2, 4), w=(4, 5)),
+    "from a vector": of(lambda x, w: F.linear(x, w.view(5, 4)), "Product", w=(20,)),
+    "repeated": of(lambda x, w: F.linear(x, w.repeat(2, 1)), "Dense", (3, 4), w=(3, 4)),
+    "flipped": of(lambda x, w: F.linear(x, w.flip(0)), "Image"),
+    "flipped table": looking_up(lambda i, w: F.embedding(i, w.flip(0)), "Image"),
     # -- sums and products with what is shared
     "sum of two": of(
-        lambda x, v, w: F.linear(x, v + w), v=(5, 4), w=(5, 4), kinds={"v": "Product", "w": "Product"}
+        lambda x, v, w: F.linear(x, v + w), {"v": "Product", "w": "Product"}, v=(5, 4), w=(5, 4)
     ),
-    "sum with its transpose": of(lambda x, w: F.linear(x, w + w.t()), w=(4, 4), kinds={"w": "Product"}),
+    "sum with its transpose": of(lambda x, w: F.linear(x, w + w.t()), "Product", w=(4, 4)),
     "sum with a row": of(
-        lambda x, v, w: F.linear(x, v + w), v=(5, 4), w=(4,), kinds={"v": "Product", "w": "Dense"}
+        lambda x, v, w: F.linear(x, v + w), {"v": "Product", "w": "Dense"}, v=(5, 4), w=(4,)
     ),
-    "times a number": of(lambda x, w: F.linear(x, w * 0.5), w=(5, 4), kinds={"w": "Product"}),
-    "times a column": of(lambda x, w: F.linear(x, w * COLUMN[:, None]), w=(5, 4), kinds={"w": "Product"}),
+    "times a number": of(lambda x, w: F.linear(x, w * 0.5), "Product"),
+    "times a column": of(lambda x, w: F.linear(x, w * COLUMN[:, None]), "Product"),
     "times a column of parameters": of(
-        lambda x, w, s: F.linear(x, s * w), w=(5, 4), s=(5, 1), kinds={"w": "Product", "s": "Dense"}
+        lambda x, w, s: F.linear(x, s * w), {"w": "Product", "s": "Dense"}, w=(5, 4), s=(5, 1)
     ),
     "times a scalar parameter": of(
-        lambda x, w, s: F.linear(x, s * w), (3, 4), w=(5, 4), s=(), kinds={"w": "Product", "s": "Dense"}
+        lambda x, w, s: F.linear(x, s * w), {"w": "Product", "s": "Dense"}, (3, 4), w=(5, 4), s=()
     ),
-    "times a mask": of(lambda x, w: F.linear(x, w * MASK), w=(5, 4), kinds={"w": "Image"}),
+    "times a mask": of(lambda x, w: F.linear(x, w * MASK), "Image"),
     "times a mask, and whole": of(
-        lambda x, w: F.linear(x, w * MASK) * F.linear(x, w),
-        (2, 4),
-        w=(5, 4),
-        kinds={"w": "Image + Product"},
+        lambda x, w: F.linear(x, w * MASK) * F.linear(x, w), "Image + Product", (2, 4)
     ),
-    "masked fill": of(
-        lambda x, w: F.linear(x, w.masked_fill(MASK.bool(), 0.0)), w=(5, 4), kinds={"w": "Image"}
-    ),
-    "lower triangle": of(lambda x, w: F.linear(x, w.tril()), w=(4, 4), kinds={"w": "Image"}),
+    "masked fill": of(lambda x, w: F.linear(x, w.masked_fill(MASK.bool(), 0.0)), "Image"),
+    "lower triangle": of(lambda x, w: F.linear(x, w.tril()), "Image", w=(4, 4)),
     "Hadamard product of two": of(
-        lambda x, v, w: F.linear(x, v * w), v=(5, 4), w=(5, 4), kinds={"v": "Image", "w": "Image"}
+        lambda x, v, w: F.linear(x, v * w), {"v": "Image", "w": "Image"}, v=(5, 4), w=(5, 4)
     ),
-    "through tanh": of(lambda x, w: F.linear(x, w.tanh()), (3, 4), w=(5, 4), kinds={"w": "Dense"}),
-    "times a matrix": of(lambda x, w: F.linear(x, SHARED @ w), w=(5, 4), kinds={"w": "Product"}),
+    "through tanh": of(lambda x, w: F.linear(x, w.tanh()), "Dense", (3, 4)),
+    "times a matrix": of(lambda x, w: F.linear(x, SHARED @ w), "Product"),
     "times a batch of matrices": of(
-        lambda x, w: torch.einsum("hi,hoi->ho", x, w @ SHARED.view(2, 2, 5)),
-        (2, 5),
-        w=(2, 3, 2),
-        kinds={"w": "Dense"},
+        lambda x, w: torch.einsum("hi,hoi->ho", x, w @ SHARED.view(2, 2, 5)), "Dense", (2, 5), w=(2, 3, 2)
     ),
     "times two more": of(
         lambda x, u, v, w: F.linear(x, u @ v @ w),
+        {"u": "Product", "v": "Product", "w": "Product"},
         u=(5, 2),
         v=(2, 3),
         w=(3, 4),
-        kinds={"u": "Product", "v": "Product", "w": "Product"},
     ),
-    "times its transpose": of(lambda x, w: F.linear(x, w.t() @ w), w=(3, 4), kinds={"w": "Product"}),
-    "times a vector": of(lambda x, w: x * (w @ SHARED[0]), (3, 4), w=(4, 5), kinds={"w": "Product"}),
+    "times its transpose": of(lambda x, w: F.linear(x, w.t() @ w), "Product", w=(3, 4)),
+    "times a vector": of(lambda x, w: x * (w @ SHARED[0]), "Product", (3, 4), w=(4, 5)),
     "low-rank adapter": of(
         lambda x, a, b: F.linear(x, SHARED.t() + b @ a),
+        {"a": "Product", "b": "Product"},
         (3, 4),
         a=(2, 4),
         b=(5, 2),
-        kinds={"a": "Product", "b": "Product"},
     ),
     "weight norm": of(
         lambda x, v, g: F.linear(x, g * v / v.norm(dim=1, keepdim=True)),
+        {"v": "Image + Product", "g": "Dense"},
         (3, 4),
         v=(5, 4),
         g=(5, 1),
-        kinds={"v": "Image + Product", "g": "Dense"},
     ),
-    "centred rows": of(
-        lambda x, w: F.linear(x, w - w.mean(1, keepdim=True)),
-        (3, 4),
-        w=(5, 4),
-        kinds={"w": "Image + Product"},
-    ),
-    "softmax of a weight": of(lambda x, w: F.linear(x, w.softmax(1)), w=(5, 4), kinds={"w": "Image"}),
-    "penalty": of(
-        lambda x, w: F.linear(x, w).sum() + w.square().sum(), w=(5, 4), kinds={"w": "Image + Product"}
-    ),
-    "sum of the weight": of(
-        lambda x, w: F.linear(x, w).sum() + w.sum(), w=(5, 4), kinds={"w": "Image + Product"}
-    ),
-    "nothing but the weight": of(lambda x, w: w.square(), w=(5, 4), kinds={"w": "Image"}),
-    "by broadcasting": of(lambda x, w: (w * x).sum(-1), (4,), w=(5, 4), kinds={"w": "Product"}),
+    "centred rows": of(lambda x, w: F.linear(x, w - w.mean(1, keepdim=True)), "Image + Product", (3, 4)),
+    "softmax of a weight": of(lambda x, w: F.linear(x, w.softmax(1)), "Image"),
+    "penalty": of(lambda x, w: F.linear(x, w).sum() + w.square().sum(), "Image + Product"),
+    "sum of the weight": of(lambda x, w: F.linear(x, w).sum() + w.sum(), "Image + Product"),
+    "nothing but the weight": of(lambda x, w: w.square(), "Image"),
+    "by broadcasting": of(lambda x, w: (w * x).sum(-1), "Product"),
     # -- other contractions
-    "experts": of(lambda x, w: torch.bmm(x, w), (2, 3, 4), w=(2, 4, 5), kinds={"w": "Product"}),
-    "batched matrices by einsum": of(
-        lambda x, w: torch.einsum("i,hio->ho", x, w), w=(2, 4, 3), kinds={"w": "Product"}
-    ),
-    "bilinear form": of(lambda x, w: torch.einsum("i,ij,j->", x, w, x), w=(4, 4), kinds={"w": "Product"}),
-    "bilinear": of(lambda x, y, w: F.bilinear(x, y, w), (4,), (3,), w=(5, 4, 3), kinds={"w": "Product"}),
+    "experts": of(lambda x, w: torch.bmm(x, w), "Product", (2, 3, 4), w=(2, 4, 5)),
+    "batched matrices by einsum": of(lambda x, w: torch.einsum("i,hio->ho", x, w), "Product", w=(2, 4, 3)),
+    "bilinear form": of(lambda x, w: torch.einsum("i,ij,j->", x, w, x), "Product", w=(4, 4)),
+    "bilinear": of(lambda x, y, w: F.bilinear(x, y, w), "Product", (4,), (3,), w=(5, 4, 3)),
     "matrix and kernel": of(
         lambda x, w: F.conv2d(x, w.view(5, 4, 1, 1)).flatten(1).sum(1) + F.linear(x.mean((1, 2)), w),
+        "Convolution + Product",
         (4, 2, 2),
-        w=(5, 4),
-        kinds={"w": "Convolution + Product"},
     ),
     "one kernel, two geometries": of(
         lambda x, w: F.conv1d(x, w).sum() * F.conv1d(x, w, stride=2, padding=1).sum(),
+        "Convolution + Convolution",
         (2, 6),
         w=(3, 2, 3),
-        kinds={"w": "Convolution + Convolution"},
     ),
-    "channels of a kernel": of(
-        lambda x, w: F.conv1d(x, w[:3, 1:]), (2, 6), w=(5, 3, 3), kinds={"w": "Convolution"}
-    ),
-    "kernel times a mask": of(
-        lambda x, w: F.conv1d(x, w * MASK[:4, None, :3]), (2, 6), w=(4, 2, 3), kinds={"w": "Dense"}
-    ),
+    "channels of a kernel": of(lambda x, w: F.conv1d(x, w[:3, 1:]), "Convolution", (2, 6), w=(5, 3, 3)),
+    "kernel times a mask": of(lambda x, w: F.conv1d(x, w * MASK[:4, None, :3]), "Dense", (2, 6), w=(4, 2, 3)),
     "kernel times a column": of(
-        lambda x, w: F.conv1d(x, w * COLUMN[:, None, None]), (2, 6), w=(5, 2, 3), kinds={"w": "Convolution"}
+        lambda x, w: F.conv1d(x, w * COLUMN[:, None, None]), "Convolution", (2, 6), w=(5, 2, 3)
     ),
     "kernel times a column, grouped": of(
-        lambda x, w: F.conv1d(x, w * COLUMN[:4, None, None], groups=2),
-        (2, 6),
-        w=(4, 1, 3),
-        kinds={"w": "Convolution"},
+        lambda x, w: F.conv1d(x, w * COLUMN[:4, None, None], groups=2), "Convolution", (2, 6), w=(4, 1, 3)
     ),
     "transposed kernel times a row": of(
-        lambda x, w: F.conv_transpose1d(x, w * COLUMN[:3, None]),
-        (2, 6),
-        w=(2, 3, 3),
-        kinds={"w": "Convolution"},
+        lambda x, w: F.conv_transpose1d(x, w * COLUMN[:3, None]), "Convolution", (2, 6), w=(2, 3, 3)
     ),
     "transposed kernel, some channels": of(
-        lambda x, w: F.conv_transpose1d(x, w[1:, :2]), (2, 6), w=(3, 3, 3), kinds={"w": "Convolution"}
+        lambda x, w: F.conv_transpose1d(x, w[1:, :2]), "Convolution", (2, 6), w=(3, 3, 3)
     ),
     "kernel's low-rank adapter": of(
         lambda x, w, a, b: F.conv2d(x, w + (b @ a).view(5, 2, 3, 3), padding=1),
+        {"w": "Convolution", "a": "Dense", "b": "Dense"},
         (2, 4, 4),
         w=(5, 2, 3, 3),
         a=(2, 18),
         b=(5, 2),
-        kinds={"w": "Convolution", "a": "Dense", "b": "Dense"},
     ),
     "kernel's mean taken off": of(
-        lambda x, w: F.conv1d(x, w - w.mean((1, 2), keepdim=True)),
-        (2, 6),
-        w=(4, 2, 3),
-        kinds={"w": "Convolution + Image"},
+        lambda x, w: F.conv1d(x, w - w.mean((1, 2), keepdim=True)), "Convolution + Image", (2, 6), w=(4, 2, 3)
     ),
     "kernel's norm": of(
         lambda x, v, g: F.conv1d(x, g * v / v.norm(dim=(1, 2), keepdim=True)),
+        {"v": "Convolution + Image", "g": "Dense"},
         (2, 6),
         v=(4, 2, 3),
         g=(4, 1, 1),
-        kinds={"v": "Convolution + Image", "g": "Dense"},
     ),
     "kernel standardised": of(
         lambda x, w: F.conv1d(x, (w - w.mean((1, 2), keepdim=True)) / w.std((1, 2), keepdim=True)),
+        "Convolution + Image + Image",
         (2, 6),
         w=(4, 2, 3),
-        kinds={"w": "Convolution + Image + Image"},
     ),
     "convolution's bias": of(
-        lambda x, w, b: F.conv1d(x, w, b),
-        (2, 6),
-        w=(3, 2, 3),
-        b=(3,),
-        kinds={"w": "Convolution", "b": "Dense"},
+        lambda x, w, b: F.conv1d(x, w, b), {"w": "Convolution", "b": "Dense"}, (2, 6), w=(3, 2, 3), b=(3,)
     ),
     # -- tables
-    "rows by a shared index": of(
-        lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0, 5])]), w=(6, 4), kinds={"w": "Image"}
-    ),
-    "table": looking_up(lambda i, w: F.embedding(i, w), 3, w=(5, 4), kinds={"w": "Lookup"}),
-    "table by indexing": looking_up(lambda i, w: w[i], 3, w=(5, 4), kinds={"w": "Lookup"}),
-    "columns by the sample's index": looking_up(lambda i, w: w[:, i], 3, w=(4, 5), kinds={"w": "Lookup"}),
+    "rows by a shared index": of(lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0, 5])]), "Image", w=(6, 4)),
+    "table": looking_up(lambda i, w: F.embedding(i, w), "Lookup"),
+    "table by indexing": looking_up(lambda i, w: w[i], "Lookup"),
+    "columns by the sample's index": looking_up(lambda i, w: w[:, i], "Lookup", w=(4, 5)),
     "table behind a matrix": looking_up(
-        lambda i, w, v: F.embedding(i, w @ v), 3, w=(5, 2), v=(2, 3), kinds={"w": "Lookup", "v": "Product"}
+        lambda i, w, v: F.embedding(i, w @ v), {"w": "Lookup", "v": "Product"}, w=(5, 2), v=(2, 3)
     ),
     "scaled table": looking_up(
-        lambda i, w, s: F.embedding(i, 2 * w * s), 3, w=(5, 4), s=(), kinds={"w": "Lookup", "s": "Dense"}
+        lambda i, w, s: F.embedding(i, 2 * w * s), {"w": "Lookup", "s": "Dense"}, w=(5, 4), s=()
     ),
-    "masked table": looking_up(lambda i, w: F.embedding(i, w * MASK), 3, w=(5, 4), kinds={"w": "Lookup"}),
-    "part of a table": looking_up(lambda i, w: F.embedding(i, w[2:]), 3, w=(7, 4), kinds={"w": "Lookup"}),
+    "masked table": looking_up(lambda i, w: F.embedding(i, w * MASK), "Lookup"),
+    "part of a table": looking_up(lambda i, w: F.embedding(i, w[2:]), "Lookup", w=(7, 4)),
     "table of positions": looking_up(
-        lambda i, w, p: F.embedding(i, w) + p[:3],
-        3,
-        w=(5, 4),
-        p=(9, 4),
-        kinds={"w": "Lookup", "p": "Dense"},
+        lambda i, w, p: F.embedding(i, w) + p[:3], {"w": "Lookup", "p": "Dense"}, w=(5, 4), p=(9, 4)
     ),
-    "tied": looking_up(
-        lambda i, w: F.linear(F.embedding(i, w).tanh(), w), 3, w=(5, 4), kinds={"w": "Lookup + Product"}
-    ),
-    "partly tied": looking_up(
-        lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:4]),
-        3,
-        w=(5, 4),
-        kinds={"w": "Lookup + Product"},
-    ),
+    "tied": looking_up(lambda i, w: F.linear(F.embedding(i, w).tanh(), w), "Lookup + Product"),
+    "partly tied": looking_up(lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:4]), "Lookup + Product"),
     "tied by columns": looking_up(
-        lambda i, w: F.linear(F.embedding(i, w).tanh()[..., :3], w[:, :3]),
-        3,
-        w=(5, 4),
-        kinds={"w": "Lookup + Product"},
+        lambda i, w: F.linear(F.embedding(i, w).tanh()[..., :3], w[:, :3]), "Lookup + Product"
     ),
-    "tied transpose": looking_up(
-        lambda i, w: F.embedding(i, w).tanh() @ w.t(), 3, w=(5, 4), kinds={"w": "Lookup + Product"}
-    ),
-    "bags": looking_up(lambda i, w: F.embedding_bag(i, w, mode="sum"), 2, 3, w=(5, 4), kinds={"w": "Lookup"}),
-    "bags, max": looking_up(
-        lambda i, w: F.embedding_bag(i, w, mode="max"), 2, 3, w=(5, 4), kinds={"w": "Lookup"}
-    ),
+    "tied transpose": looking_up(lambda i, w: F.embedding(i, w).tanh() @ w.t(), "Lookup + Product"),
+    "bags": looking_up(lambda i, w: F.embedding_bag(i, w, mode="sum"), "Lookup", 2, 3),
+    "bags, max": looking_up(lambda i, w: F.embedding_bag(i, w, mode="max"), "Lookup", 2, 3),
     "bags by offsets": looking_up(
-        lambda i, w: F.embedding_bag(i, w, torch.tensor([0, 1, 1]), mode="mean"),
-        5,
-        w=(5, 4),
-        kinds={"w": "Lookup"},
+        lambda i, w: F.embedding_bag(i, w, torch.tensor([0, 1, 1]), mode="mean"), "Lookup", 5
     ),
     "weighted bags": looking_up(
         lambda i, w, s: F.embedding_bag(i, w, mode="sum", per_sample_weights=s),
+        {"w": "Lookup", "s": "Dense"},
         2,
         3,
         w=(5, 4),
         s=(2, 3),
-        kinds={"w": "Lookup", "s": "Dense"},
     ),
     # -- precision
     "tied, the head in float32": looking_up(
-        lambda i, w: F.linear(F.embedding(i, w).tanh().float(), w.float()).double(),
-        3,
-        w=(5, 4),
-        kinds={"w": "Lookup + Product"},
+        lambda i, w: F.linear(F.embedding(i, w).tanh().float(), w.float()).double(), "Lookup + Product"
     ),
     "two precisions": of(
-        lambda x, w: F.linear(x, w).sum() * F.linear(x.float(), w.float()).double().sum(),
-        (3, 4),
-        w=(5, 4),
-        kinds={"w": "Product"},
+        lambda x, w: F.linear(x, w).sum() * F.linear(x.float(), w.float()).double().sum(), "Product", (3, 4)
     ),
     "masked in float32": of(
         lambda x, w: F.linear(x.float(), w.float() * MASK.float()).double() + F.linear(x, w),
+        "Dense + Product",
         (3, 4),
-        w=(5, 4),
-        kinds={"w": "Dense + Product"},
     ),
-    "cast down": of(lambda x, w: F.linear(x.float(), w.float()), (3, 4), w=(5, 4), kinds={"w": "Product"}),
+    "cast down": of(lambda x, w: F.linear(x.float(), w.float()), "Product", (3, 4)),
     # -- modules
     "attention, packed": module(
         SelfAttention,
@@ -520,18 +451,13 @@ def assert_queries_agree(
     program: Program, params: Params, batch: tuple[Any, ...], grads: PerSampleGradients, single: bool = False
 ) -> None:
     expected = one_by_one(program, params, batch)
-    weights, vector = (
-        torch.rand(N, dtype=torch.float64),
-        {key: torch.randn_like(value) for key, value in params.items()},
-    )
+    weights = torch.rand(N, dtype=torch.float64)
+    vector = {key: torch.randn_like(value) for key, value in params.items()}
     every = torch.cat([value.reshape(N, -1) for value in expected.values()], 1)
     close(grads.gram(), every @ every.T, single)
     close(grads.inner(grads), every @ every.T, single)
-    result, sums, norms = (
-        grads.materialise(),
-        grads.weighted_sum(weights),
-        grads.square_norms(per="parameter"),
-    )
+    result, sums = grads.materialise(), grads.weighted_sum(weights)
+    norms = grads.square_norms(per="parameter")
     for key, value in expected.items():
         close(result[key], value, single)
         close(sums[key], torch.einsum("n,n...->...", weights, value), single)
@@ -558,7 +484,7 @@ def test_deferral_unfactored_parameters_listed(name: str) -> None:
     has no factors, is left out.
     """
     program = of(
-        lambda x, w, v, b: LOST[name](x, w) * F.linear(x, v, b), (2, 4), w=(4, 4), v=(4, 4), b=(4,), kinds={}
+        lambda x, w, v, b: LOST[name](x, w) * F.linear(x, v, b), {}, (2, 4), w=(4, 4), v=(4, 4), b=(4,)
     )
     params, batch = program.draw()
     grads = gradients_of(program, params, batch)
@@ -653,7 +579,7 @@ def places(x: Tensor) -> Tensor:
 def test_deferral_never_materialises_all_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BLOCK_BYTES, "cpu", 1 << 18)
     forward, shapes = NEVER_WRITTEN_OUT[name]
-    program = of(forward, (WIDE,), kinds={}, **shapes)
+    program = of(forward, {}, (WIDE,), **shapes)
     params = {key: randn(*shape) for key, shape in shapes.items()}
     batch = (randn(MANY, WIDE),)
     vector = {key: torch.randn_like(value) for key, value in params.items()}

@@ -167,7 +167,7 @@ def test_rows_of_equal_length_where_padding_changes_the_numbers(case: Case, dtyp
 
 @pytest.mark.long
 def test_padding_before_the_text_needs_position_ids_and_no_loss_at_its_first_token() -> None:
-    case = decoder("llama", "Llama")
+    case = decoder("llama")
     rows = case.rows(torch.float64)
     batch = padded(rows, 0)
     behind = batch["attention_mask"].sum(1)

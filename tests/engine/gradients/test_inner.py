@@ -95,10 +95,8 @@ def tied_pairs(draw: st.DrawFn) -> tuple[list[Gradient], tuple[int, ...]]:
     sides: list[Gradient] = []
     for letters in (draw(st.sampled_from(["r", "p", "rp", "pr"])), "rp"):
         n, t = draw(st.integers(1, 9)), draw(st.integers(1, 5))
-        table, matrix = (
-            Lookup(torch.randint(count, (n, t)), randn(n, t, b), count),
-            Product(randn(n, 1, t, count), randn(n, 1, t, b)),
-        )
+        table = Lookup(torch.randint(count, (n, t)), randn(n, t, b), count)
+        matrix = Product(randn(n, 1, t, count), randn(n, 1, t, b))
         sides.append(tuple({"r": table, "p": matrix}[kind] for kind in letters))
     return sides, (count, b)
 

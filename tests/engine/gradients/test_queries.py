@@ -413,6 +413,7 @@ def twice(layer: nn.Module) -> nn.Module:
     return nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh())
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_queries_equal_the_loop(name: str, device: torch.device) -> None:
     make, shape = LAYERS[name]

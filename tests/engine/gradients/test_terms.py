@@ -77,12 +77,10 @@ def grouped(draw: st.DrawFn) -> tuple[Term, Tensor]:
 
 @st.composite
 def convolution(draw: st.DrawFn) -> tuple[Term, Tensor]:
-    n, inner, groups, axes = (
-        draw(samples),
-        draw(st.integers(1, 2)),
-        draw(st.integers(1, 2)),
-        draw(st.integers(1, 2)),
-    )
+    n = draw(samples)
+    inner = draw(st.integers(1, 2))
+    groups = draw(st.integers(1, 2))
+    axes = draw(st.integers(1, 2))
     transposed, stride, padding = draw(st.booleans()), draw(st.integers(1, 2)), draw(st.integers(0, 1))
     narrow, wide, kernel, size = 2 * groups, draw(few), draw(st.integers(1, 3)), draw(st.integers(3, 5))
     geometry = Geometry((stride,) * axes, (padding,) * axes, (1,) * axes, transposed, (0,) * axes, groups)

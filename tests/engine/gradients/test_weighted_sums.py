@@ -92,9 +92,7 @@ def test_weighted_sum_all_samples_nonfinite() -> None:
 
 
 @pytest.mark.parametrize("by", ["nonzero", "mask", "repeats"])
-def test_weighted_sum_of_samples_that_count_beside_others_with_other_lengths(
-    by: str,
-) -> None:
+def test_weighted_sum_of_samples_that_count_beside_others_with_other_lengths(by: str) -> None:
     weight = {"w": torch.arange(1.0, 6.0, dtype=torch.float64)}
     rows = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
 

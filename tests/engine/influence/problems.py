@@ -38,6 +38,11 @@ def examples(
     return Examples(Objective(model, criterion), Block((inputs,), target), options)
 
 
+def huber(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Flat in its second derivatives where an error is large, but not in its first."""
+    return F.huber_loss(output, target, delta=0.5, reduction="sum")
+
+
 @functools.cache
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Inputs [1437, 64] float64 in [0, 1] and labels [1437], then those of the 360 test rows. Stratified,
@@ -173,6 +178,22 @@ def classified(
     )
 
 
+def parts(
+    training: int, queries: int, shape: tuple[int, ...] = (6,), classes: int = 3
+) -> tuple[torch.Tensor, ...]:
+    """Random inputs and labels of a training set, then those of queries."""
+    inputs, labels = classified(training + queries, shape, classes)
+    return inputs[:training], labels[:training], inputs[training:], labels[training:]
+
+
+def both(
+    model: nn.Module, data: tuple[torch.Tensor, ...], of_queries: Any = cross_entropy, **options: Any
+) -> tuple[Examples, Examples]:
+    """Training examples and queries of such parts."""
+    x, y, xq, yq = data
+    return examples(model, cross_entropy, x, y, **options), examples(model, of_queries, xq, yq, **options)
+
+
 @functools.cache
 def trained_digits_mlp(steps: int = 200) -> nn.Module:
     """64-16-10 on digits(), float64, so many steps of Adam with the whole training set."""
@@ -229,7 +250,9 @@ def gauss_newton(model: nn.Module, criterion: Any, inputs: torch.Tensor, target:
 
 
 def loss_hessian(model: nn.Module, criterion: Any, inputs: torch.Tensor, target: torch.Tensor) -> np.ndarray:
-    """[p, p]: of the sum of the losses, by torch.func."""
+    """[p, p]: of the sum of the losses, by torch.autograd: torch.func.hessian is wrong for a layer norm
+    (PyTorch 2.13), as finite differences show.
+    """
     params = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def total(values: torch.Tensor) -> torch.Tensor:
@@ -239,4 +262,5 @@ def loss_hessian(model: nn.Module, criterion: Any, inputs: torch.Tensor, target:
         )
         return torch.stack([criterion(z, y) for z, y in zip(outputs, target, strict=True)]).sum()
 
-    return torch.func.hessian(total)(torch.cat([p.reshape(-1) for p in params.values()])).numpy()
+    flat = torch.cat([p.reshape(-1) for p in params.values()])
+    return torch.autograd.functional.hessian(total, flat).numpy()

@@ -12,7 +12,7 @@ from torch import nn
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.projections.projector import Projector
-from psgrad.engine.influence.method import Checkpoint, Fitted, Method
+from psgrad.engine.influence.method import Checkpoint, Method
 from tests.engine.gradients.matrices import projected
 from tests.oracles import one_sample_gradients
 
@@ -49,13 +49,6 @@ def ridge_products(
     n, k = rows.shape
     lam = absolute if relative is None else relative * np.trace(moment) / n / k
     return rows @ np.linalg.solve(moment + n * lam * np.eye(k), queries.T)
-
-
-def matrix_of(fitted: Fitted, queries: Examples) -> torch.Tensor:
-    """[n, m], of blocks in order."""
-    blocks = list(fitted.scores(queries))
-    assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])]
-    return torch.cat([block.scores for block in blocks])
 
 
 def scores_of(method: Method, training: Sequence[Examples], queries: Sequence[Examples]) -> np.ndarray:

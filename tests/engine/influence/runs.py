@@ -16,9 +16,16 @@ def fit(method: Method, training: Examples, said: list[str] | None = None) -> An
     return method.fit(training, Checkpoint(say=(lambda _: None) if said is None else said.append))
 
 
+def matrix_of(fitted: Fitted, queries: Examples) -> torch.Tensor:
+    """[n, m], of blocks in order."""
+    blocks = list(fitted.scores(queries))
+    assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])]
+    return torch.cat([block.scores for block in blocks])
+
+
 def scores(fitted: Fitted, queries: Examples) -> np.ndarray:
     """[n, m]"""
-    return torch.cat([block.scores for block in fitted.scores(queries)]).numpy()
+    return matrix_of(fitted, queries).numpy()
 
 
 def self_influence(fitted: Fitted) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradient, nystroem
+from psgrad.engine.influence.solvers.conjugate_gradient import Nystroem, conjugate_gradient, nystroem
 from psgrad.errors import InfluenceError
 
 
@@ -97,9 +97,7 @@ def test_conjugate_gradient_reports_true_residual() -> None:
 
 
 @pytest.mark.parametrize("spectrum", [True, False])
-def test_conjugate_gradient_negative_curvature_refused(
-    spectrum: bool,
-) -> None:
+def test_conjugate_gradient_negative_curvature_refused(spectrum: bool) -> None:
     matrix = symmetric(torch.cat([torch.tensor([-0.5]), torch.logspace(-2, 1, 49)]))
     rhs = torch.randn(4, 50, dtype=torch.float64)
     with pytest.raises(
@@ -115,9 +113,7 @@ def test_conjugate_gradient_negative_curvature_refused(
 
 
 @pytest.mark.parametrize("preconditioned", [True, False])
-def test_conjugate_gradient_singular_curvature_refused(
-    preconditioned: bool,
-) -> None:
+def test_conjugate_gradient_singular_curvature_refused(preconditioned: bool) -> None:
     matrix = symmetric(torch.cat([torch.zeros(40), torch.logspace(-2, 1, 10)]))
     rhs = torch.randn(4, 50, dtype=torch.float64)
 
@@ -152,3 +148,43 @@ def test_conjugate_gradient_extreme_eigenvalues_are_reported() -> None:
     _, facts = conjugate_gradient(lambda v: v @ matrix, torch.ones(1, 30))
     assert facts.ritz_min == pytest.approx(1)
     assert facts.ritz_max == pytest.approx(30)
+
+
+# -- Preconditioners: they make iterations few where they resemble the matrix --------------------------------
+
+SIZE = 60
+SPECTRUM = torch.logspace(-5, 2, SIZE, dtype=torch.float64)
+DAMPING = 1e-3
+
+
+def test_preconditioner_reduces_condition() -> None:
+    """100 large eigenvalues over a floor: hundreds of iterations without, some with."""
+    matrix = symmetric(torch.cat([torch.logspace(0, 4, 100), torch.full((300,), 1e-2)]))
+    rhs = torch.randn(1, 400, dtype=torch.float64)
+
+    def iterations(preconditioner: Nystroem | None) -> int:
+        x, facts = conjugate_gradient(
+            lambda v: v @ matrix + DAMPING * v, rhs, preconditioner=preconditioner, iterations=1000
+        )
+        assert facts.converged
+        expected = solved(matrix + DAMPING * torch.eye(400, dtype=torch.float64), rhs)
+        torch.testing.assert_close(x, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+        return int(facts.iterations)
+
+    alone = iterations(None)
+    helped = iterations(nystroem(lambda v: v @ matrix, 400, DAMPING, rank=120))
+    assert alone > 100
+    assert helped <= 20
+
+
+def test_preconditioner_negative_eigenvalues() -> None:
+    """The solver is to tell of them, not a factorisation."""
+    matrix = symmetric(torch.cat([torch.tensor([-1.0, -0.5]), SPECTRUM[2:]]))
+    result = nystroem(lambda v: v @ matrix, SIZE, 2.0, rank=SIZE)
+    assert bool(torch.isfinite(result.root(torch.eye(SIZE, dtype=torch.float64), -0.5)).all())
+    rhs = torch.randn(2, SIZE, dtype=torch.float64)
+    x, facts = conjugate_gradient(lambda v: v @ matrix + 2 * v, rhs, preconditioner=result)
+    assert facts.converged
+    torch.testing.assert_close(
+        x, solved(matrix + 2 * torch.eye(SIZE, dtype=torch.float64), rhs), rtol=1e-4, atol=1e-5
+    )

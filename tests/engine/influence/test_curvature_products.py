@@ -21,6 +21,7 @@ from psgrad.engine.influence.curvature.curvature_products import (
     curvature_products,
 )
 from psgrad.engine.influence.curvature.matrices import loss_hessian
+from tests.engine.influence import problems
 from tests.engine.influence.problems import cross_entropy, examples, squared_error
 
 N, CLASSES, DECAY = 19, 4, 0.3
@@ -83,31 +84,14 @@ def problem(kind: str, **options: Any) -> tuple[nn.Module, Examples, torch.Tenso
 def dense(
     model: nn.Module, inputs: torch.Tensor, target: torch.Tensor, curvature: CurvatureKind
 ) -> torch.Tensor:
-    """[p, p] by torch.func and torch.autograd, with the weight decay."""
-    params = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    flat = torch.cat([value.reshape(-1) for value in params.values()])
-
-    def outputs(flat: torch.Tensor) -> torch.Tensor:
-        parts = flat.split([value.numel() for value in params.values()])
-        named = {
-            name: part.reshape(value.shape) for part, (name, value) in zip(parts, params.items(), strict=True)
-        }
-        return torch.func.functional_call(model, named, (inputs,))
-
-    def losses(flat: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(outputs(flat), target, reduction="none")
-
-    if curvature == "hessian":
-        # not torch.func.hessian, which is wrong for a layer norm (PyTorch 2.13), as finite differences show
-        matrix = torch.autograd.functional.hessian(lambda flat: losses(flat).mean(), flat)
-    elif curvature == "fisher":
-        rows = torch.func.jacrev(losses)(flat)
-        matrix = rows.t() @ rows / N
+    """[p, p], with the weight decay."""
+    if curvature == "fisher":
+        rows = problems.gradient_rows(model, cross_entropy, inputs, target)
+        total = rows.T @ rows
     else:
-        jacobian, probability = torch.func.jacrev(outputs)(flat), outputs(flat).softmax(1)
-        second = torch.diag_embed(probability) - probability[:, :, None] * probability[:, None, :]
-        matrix = torch.einsum("ncp,ncd,ndq->pq", jacobian, second, jacobian) / N
-    return matrix.detach() + DECAY * torch.eye(len(flat), dtype=flat.dtype)
+        of_kind = {"hessian": problems.loss_hessian, "gauss_newton": problems.gauss_newton}[curvature]
+        total = of_kind(model, cross_entropy, inputs, target)
+    return torch.from_numpy(total) / N + DECAY * torch.eye(len(total), dtype=torch.float64)
 
 
 def by_rows(training: Examples, curvature: CurvatureKind) -> CurvatureProducts:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.errors import InfluenceError
@@ -18,16 +17,11 @@ from tests.engine.influence.problems import (
     examples,
     gauss_newton,
     gradient_rows,
+    huber,
     mlp,
     squared_error,
 )
 from tests.engine.influence.runs import fit, scores, self_influence
-
-
-def huber(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Flat in its second derivatives where an error is large, but not in its first."""
-    return F.huber_loss(output, target, delta=0.5, reduction="sum")
-
 
 VALUES = torch.randn(12, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 PROBLEMS: dict[str, Any] = {
@@ -43,18 +37,10 @@ def setup(name: str) -> tuple[Any, Any, np.ndarray, np.ndarray, dict[str, np.nda
     """Training set, queries, their gradients, and the curvatures."""
     model, criterion, inputs, target = PROBLEMS[name]
     rows = gradient_rows(model, criterion, inputs, target)
-    training, queries = (
-        examples(model, criterion, inputs, target),
-        examples(model, criterion, inputs[:5] * 0.7, target[:5]),
-    )
-    query_rows = gradient_rows(model, criterion, inputs[:5] * 0.7, target[:5])
-    return (
-        training,
-        queries,
-        rows,
-        query_rows,
-        {"fisher": rows.T @ rows, "gauss_newton": gauss_newton(model, criterion, inputs, target)},
-    )
+    curvatures = {"fisher": rows.T @ rows, "gauss_newton": gauss_newton(model, criterion, inputs, target)}
+    asked = inputs[:5] * 0.7, target[:5]
+    training, queries = (examples(model, criterion, *each) for each in ((inputs, target), asked))
+    return training, queries, rows, gradient_rows(model, criterion, *asked), curvatures
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -19,6 +19,7 @@ from psgrad.engine.influence.methods.ekfac import EKFAC, KroneckerFactored
 from psgrad.errors import InfluenceError
 from tests.engine.influence.kronecker_blocks import blocks_of, scores
 from tests.engine.influence.problems import (
+    both,
     classified,
     cross_entropy,
     examples,
@@ -27,7 +28,7 @@ from tests.engine.influence.problems import (
     mlp,
     squared_error,
 )
-from tests.engine.influence.rows_of_gradients import matrix_of
+from tests.engine.influence.runs import matrix_of, self_influence
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -78,14 +79,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Tens
 }
 
 
-def problem(case: str, **options: Any) -> tuple[nn.Module, Examples, Examples]:
+def problem(case: str) -> tuple[nn.Module, Examples, Examples]:
     make, data = CASES[case]
     model, (x, y) = make(), data(N + M)
-    return (
-        model,
-        examples(model, cross_entropy, x[:N], y[:N], **options),
-        examples(model, cross_entropy, x[N:], y[N:], **options),
-    )
+    return model, *both(model, (x[:N], y[:N], x[N:], y[N:]))
 
 
 def fitted(training: Examples, exact_blocks: int = 0, **options: Any) -> KroneckerFactored:
@@ -113,19 +110,11 @@ def test_ekfac_scores_equal_materialised_matrices(case: str) -> None:
 def test_ekfac_self_influence(case: str) -> None:
     _, training, _ = problem(case)
     method = fitted(training, fisher="empirical")
-    blocks = list(method.self_influence())
-    result = torch.cat([block.self_influence for block in blocks])
-    norms = torch.cat([block.preconditioned_norm for block in blocks])
-    expected = matrix_of(method, training).diagonal()
-    assert torch.allclose(result.cpu(), expected, rtol=1e-10, atol=0)
+    result, norms = self_influence(method)
+    np.testing.assert_allclose(result, matrix_of(method, training).diagonal(), rtol=1e-10)
     rows = training.materialise().to(training.device)
     prepared = training.flat.join(method.precondition(training.flat.split(rows)))
-    assert torch.allclose(norms.cpu(), prepared.norm(dim=1).cpu(), rtol=1e-10, atol=0)
-
-
-def _rows(of: Examples) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = of.rows.take(range(len(of)))
-    return batch.inputs[0].float() if batch.inputs[0].is_floating_point() else batch.inputs[0], batch.target
+    np.testing.assert_allclose(norms, prepared.norm(dim=1).cpu(), rtol=1e-10)
 
 
 def test_ekfac_exact_for_one_layer_squared_error() -> None:
@@ -161,9 +150,8 @@ def test_ekfac_small_blocks_are_exact(case: str) -> None:
     assert sum(len(block.basis.names) for block in method.blocks) == len(dict(model.named_parameters()))
     result = matrix_of(method, queries).numpy()
     assert np.abs(result - expected).max() < 1e-9 * np.abs(expected).max()
-    own = np.concatenate([each.self_influence for each in method.self_influence()])
-    scores_of_training = matrix_of(method, training).numpy()
-    np.testing.assert_allclose(own, scores_of_training.diagonal(), rtol=1e-9)
+    own, _ = self_influence(method)
+    np.testing.assert_allclose(own, matrix_of(method, training).diagonal(), rtol=1e-9)
 
 
 def test_ekfac_facts() -> None:
@@ -171,9 +159,8 @@ def test_ekfac_facts() -> None:
     facts = fitted(training, fisher="empirical", weight_decay=0.25, relative_damping=0.2).facts
     squares = training.materialise().square().mean(0)
     for label, columns in (("0.weight + 0.bias", slice(0, 35)), ("2.weight + 2.bias", slice(35, 53))):
-        mean = float(
-            squares[columns].mean()
-        )  # a rotation leaves the trace, and weight decay is no part of it
+        # a rotation leaves the trace, and weight decay is no part of it
+        mean = float(squares[columns].mean())
         assert facts.mean_eigenvalue[label] == pytest.approx(mean, rel=1e-12)
         assert facts.damping[label] == pytest.approx(0.2 * mean, rel=1e-12)
 

@@ -30,10 +30,8 @@ from tests.engine.influence.runs import fit, scores, self_influence
 INPUTS, LABELS = classified(40)
 QUERIES, QUERY_LABELS = classified(7, seed=5)
 MODEL = mlp()
-ROWS, QUERY_ROWS = (
-    gradient_rows(MODEL, cross_entropy, INPUTS, LABELS),
-    gradient_rows(MODEL, cross_entropy, QUERIES, QUERY_LABELS),
-)
+ROWS = gradient_rows(MODEL, cross_entropy, INPUTS, LABELS)
+QUERY_ROWS = gradient_rows(MODEL, cross_entropy, QUERIES, QUERY_LABELS)
 CURVATURES: dict[str, np.ndarray] = {
     "gauss_newton": gauss_newton(MODEL, cross_entropy, INPUTS, LABELS),
     "fisher": ROWS.T @ ROWS,

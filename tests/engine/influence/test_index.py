@@ -5,6 +5,7 @@ without the training data.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,27 +30,19 @@ from psgrad.errors import InfluenceError, OutputError
 from psgrad.ragged import Block
 from psgrad.run.gradient_index import GradientIndex
 from tests.crashes import Tell, in_a_child
-from tests.engine.influence.problems import cross_entropy, examples
-from tests.engine.influence.rows_of_gradients import matrix_of, scores_of
+from tests.engine.influence.problems import both, mlp, parts
+from tests.engine.influence.rows_of_gradients import scores_of
+from tests.engine.influence.runs import matrix_of
 
 N, M, CLASSES = 13, 4, 3
 EXACT = IndexSpec(projection="none", dtype="float64", rows_per_shard=5, features="margin")
 
 
+DATA = parts(N, M)
+
+
 def network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
-
-
-def data(seed: int = 1) -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(seed)
-    inputs, labels = torch.randn(N + M, 6, dtype=torch.float64), torch.randint(0, CLASSES, (N + M,))
-    return inputs[:N], labels[:N], inputs[N:], labels[N:]
-
-
-def both(model: nn.Module, **options: Any) -> tuple[Examples, Examples]:
-    x, y, xq, yq = data()
-    return examples(model, cross_entropy, x, y, **options), examples(model, cross_entropy, xq, yq, **options)
+    return mlp(seed, (6, 7, CLASSES))
 
 
 def built(path: Path, spec: IndexSpec, *training: Examples, **options: Any) -> GradientIndex:
@@ -73,10 +66,8 @@ def by_index(method: Method, store: GradientIndex, queries: Examples) -> torch.T
     ids=lambda m: m.name,
 )
 def test_index_of_materialised_gradients_equals_method(tmp_path: Path, method: Method, features: Any) -> None:
-    training, queries = both(network())
-    store = built(
-        tmp_path, IndexSpec(projection="none", dtype="float64", rows_per_shard=5, features=features), training
-    )
+    training, queries = both(network(), DATA)
+    store = built(tmp_path, replace(EXACT, features=features), training)
     expected = matrix_of(method.fit(training, Checkpoint(learning_rate=0.25)), queries)
     torch.testing.assert_close(by_index(method, store, queries), expected, rtol=1e-10, atol=1e-12)
 
@@ -93,20 +84,16 @@ def test_index_of_projections_equals_method(tmp_path: Path, method: Any, kind: A
         rows_per_shard=4,
         features="margin" if method is TRAK else "loss",
     )
-    pairs = [both(network(seed)) for seed in range(2)]
+    pairs = [both(network(seed), DATA) for seed in range(2)]
     store = built(tmp_path, spec, *(training for training, _ in pairs))
     training, queries = zip(*pairs, strict=True)
     direct = scores_of(method(dimension=9, projection=kind, seed=3), training, queries)
-    np.testing.assert_allclose(
-        scores_of(from_index(method(), store), training, queries),
-        direct,
-        rtol=0,
-        atol=1e-12 * np.abs(direct).max(),
-    )
+    found = scores_of(from_index(method(), store), training, queries)
+    np.testing.assert_allclose(found, direct, rtol=0, atol=1e-12 * np.abs(direct).max())
 
 
 def test_index_self_influence(tmp_path: Path) -> None:
-    training, _ = both(network(), chunk_size=N)
+    training, _ = both(network(), DATA, chunk_size=N)
     store = built(tmp_path, IndexSpec(dimension=4, features="margin"), training)
     (block,) = from_index(GradientDot(), store).fit(training, Checkpoint()).self_influence()
     torch.testing.assert_close(
@@ -132,11 +119,11 @@ def test_index_independent_of_chunks_shards_and_blocks(
     tmp_path_factory: pytest.TempPathFactory, chunk_size: int, shard: int, block: int
 ) -> None:
     spec = IndexSpec(dimension=9, dtype="float64", rows_per_shard=shard)
-    training, queries = both(network(), chunk_size=chunk_size)
+    training, queries = both(network(), DATA, chunk_size=chunk_size)
     with patch.object(stored_index, "BLOCK", block):
         store = built(tmp_path_factory.mktemp("index"), spec, training)
         result = by_index(ProjectedInfluence(), store, queries)
-    whole, _ = both(network(), chunk_size=N)
+    whole, _ = both(network(), DATA, chunk_size=N)
     expected = matrix_of(ProjectedInfluence(dimension=9).fit(whole, Checkpoint()), queries)
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
 
@@ -161,13 +148,8 @@ def test_index_rounding_of_numbers(dtype: Any, exponent: int, columns: int) -> N
         bound = ROUNDING[dtype] * values[:, span].abs().amax(1, keepdim=True)
         assert ((back.rows.double() - values)[:, span].abs() <= bound).all()
     assert (back.start, back.stop) == (7, 12)
-    assert back.weight is not None
-    for kept, given_ in (
-        (back.loss, block.loss),
-        (back.square_norm, block.square_norm),
-        (back.weight, block.weight),
-    ):
-        assert kept.equal(given_)  # type: ignore[arg-type]
+    for name in ("loss", "square_norm", "weight"):
+        assert getattr(back, name).equal(getattr(block, name))
 
 
 # -- Building ------------------------------------------------------------------------------------------------
@@ -185,7 +167,7 @@ def counting(training: Examples, note: Callable[[int, int], None]) -> Examples:
 
 @pytest.mark.long
 def test_index_resume_of_killed_build(tmp_path: Path) -> None:
-    training, _ = both(network())
+    training, _ = both(network(), DATA)
     spec = IndexSpec(dimension=9, rows_per_shard=4, features="margin")
     description = describe(spec, training, {"data": "d"}, 2)
 
@@ -218,9 +200,10 @@ def test_index_resume_of_killed_build(tmp_path: Path) -> None:
 
 
 def test_index_nonfinite_rows(tmp_path: Path) -> None:
-    x, y, xq, yq = data()
+    x, *others = DATA
+    x = x.clone()
     x[[2, 11]] = torch.inf
-    training, queries = examples(network(), cross_entropy, x, y), examples(network(), cross_entropy, xq, yq)
+    training, queries = both(network(), (x, *others))
     messages: list[str] = []
     store = built(tmp_path, EXACT, training, say=messages.append)
     assert messages == [f"1 rows have a gradient that is not finite, and no score: {row}" for row in (2, 11)]
@@ -233,7 +216,7 @@ def test_index_nonfinite_rows(tmp_path: Path) -> None:
 
 
 def test_index_of_loss_refuses_trak(tmp_path: Path) -> None:
-    training, _ = both(network())
+    training, _ = both(network(), DATA)
     store = built(tmp_path, IndexSpec(dimension=9), training)
     with pytest.raises(
         InfluenceError, match="trak needs the gradients of the margin, and the index holds those of the loss"
@@ -247,22 +230,21 @@ def test_index_method_with_curvature_refused(tmp_path: Path) -> None:
 
         def fit(self, training: Any, checkpoint: Any) -> Any: ...
 
-    training, _ = both(network())
+    training, _ = both(network(), DATA)
     with pytest.raises(InfluenceError, match="an index has no answer by ekfac") as caught:
         from_index(Other(), built(tmp_path, EXACT, training))
     assert "gradient_dot, gradient_cosine, tracin, projected_influence, trak" in str(caught.value)
 
 
 def test_index_unknown_checkpoint_refused(tmp_path: Path) -> None:
-    training, _ = both(network())
+    training, _ = both(network(), DATA)
     with pytest.raises(InfluenceError, match=r"checkpoint 1 \(from 0\) is not in the index, which has 1"):
         from_index(GradientDot(), built(tmp_path, EXACT, training)).fit(training, Checkpoint(1))
 
 
 def test_index_of_another_model_refused(tmp_path: Path) -> None:
-    training, _ = both(network())
-    other = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4)).double()
-    wrong, queries = both(other)
+    training, _ = both(network(), DATA)
+    wrong, queries = both(mlp(0, (6, 7, 4)), DATA)
     with pytest.raises(InfluenceError, match=r"2.weight is \[4, 7\]"):
         by_index(GradientDot(), built(tmp_path / "one", EXACT, training), queries)
     with pytest.raises(InfluenceError, match=r"2.weight is \[4, 7\]"):
@@ -270,7 +252,7 @@ def test_index_of_another_model_refused(tmp_path: Path) -> None:
 
 
 def test_index_second_moment_limit(tmp_path: Path) -> None:
-    training, queries = both(network())
+    training, queries = both(network(), DATA)
     with patch.object(stored_index, "WIDEST", 72):
         store = built(tmp_path, EXACT, training)
     assert by_index(GradientDot(), store, queries).isfinite().all()

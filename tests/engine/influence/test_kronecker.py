@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerBlock
 from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
 from psgrad.errors import InfluenceError
 from tests.engine.influence.kronecker_blocks import Tied
@@ -39,73 +40,73 @@ class Bare(nn.Module):
         return self.head(torch.tanh(self.twice(torch.tanh(self.twice(h)))))
 
 
-def described(blocks: list[KroneckerBlock]) -> dict[str, str]:
-    return {block.label: block.basis.describe() for block in blocks}
+class Shifted(nn.Module):
+    """A factor that is no bias of the weight, though it has as many elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.w) * self.b
 
 
-def test_kronecker_bare_weights_and_biases() -> None:
-    inputs, labels = classified(9)
-    result = described(fit_blocks(examples(Bare().double(), cross_entropy, inputs, labels), 9))
-    assert result == {
-        "w + b": "Kronecker factors 7 x 4",
-        "scale": "exact, 4 x 4",
-        "shift": "exact, 1 x 1",
-        "twice.weight": "Kronecker factors 4 x 4",
-        "head.weight + head.bias": "Kronecker factors 3 x 5",
-    }
+class Overlapping(nn.Module):
+    """Slices that are no factors of the weight, though they have as many elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.tanh(F.linear(x, self.w[:4])), F.linear(x, self.w[2:4])], 1)
 
 
-def test_kronecker_bias_of_another_layer() -> None:
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.b = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(x @ self.w) * self.b
-
-    inputs, labels = classified(9)
-    result = described(fit_blocks(examples(Shifted().double(), cross_entropy, inputs, labels), 9))
-    assert result == {"w": "Kronecker factors 6 x 3", "b": "exact, 3 x 3"}
-
-
-def test_kronecker_tied_table_and_packed_weight() -> None:
+def tokens() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
-    tokens, labels = torch.randint(7, (12, 5)), torch.randint(7, (12,))
-    result = described(fit_blocks(examples(Tied().double(), cross_entropy, tokens, labels), 12))
-    assert result == {
-        "packed[0:4, 0:4]": "Kronecker factors 4 x 4",
-        "packed[4:8, 0:4]": "Kronecker factors 4 x 4",
-        "table.weight": "Kronecker factors 7 x 4",
-    }
+    return torch.randint(7, (12, 5)), torch.randint(7, (12,))
 
 
-def test_kronecker_overlapping_slices() -> None:
-    """They are no factors of the weight, though they have as many elements."""
-
-    class Overlapping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(6, 4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([torch.tanh(F.linear(x, self.w[:4])), F.linear(x, self.w[2:4])], 1)
-
-    inputs, labels = classified(9, (4,))
-    assert described(fit_blocks(examples(Overlapping().double(), cross_entropy, inputs, labels), 9)) == {
-        "w": "exact, 24 x 24"
-    }
+@pytest.mark.parametrize(
+    ("model", "data", "expected"),
+    [
+        (
+            Bare,
+            lambda: classified(9),
+            {
+                "w + b": "Kronecker factors 7 x 4",
+                "scale": "exact, 4 x 4",
+                "shift": "exact, 1 x 1",
+                "twice.weight": "Kronecker factors 4 x 4",
+                "head.weight + head.bias": "Kronecker factors 3 x 5",
+            },
+        ),
+        (Shifted, lambda: classified(9), {"w": "Kronecker factors 6 x 3", "b": "exact, 3 x 3"}),
+        (
+            Tied,
+            tokens,
+            {
+                "packed[0:4, 0:4]": "Kronecker factors 4 x 4",
+                "packed[4:8, 0:4]": "Kronecker factors 4 x 4",
+                "table.weight": "Kronecker factors 7 x 4",
+            },
+        ),
+        (Overlapping, lambda: classified(9, (4,)), {"w": "exact, 24 x 24"}),
+    ],
+)
+def test_kronecker_blocks_of_weights_and_biases(model: Any, data: Any, expected: dict[str, str]) -> None:
+    inputs, labels = data()
+    blocks = fit_blocks(examples(model().double(), cross_entropy, inputs, labels), len(inputs))
+    assert {block.label: block.basis.describe() for block in blocks} == expected
 
 
 def test_kronecker_tied_table_basis() -> None:
     """Against the factors of both uses, by hooks: counts and the head's cotangents on the left, cotangents of
     rows and the head's input on the right.
     """
-    torch.manual_seed(1)
-    model = Tied().double()
-    tokens, labels = torch.randint(7, (12, 5)), torch.randint(7, (12,))
+    model, (ids, labels) = Tied().double(), tokens()
     left, right = torch.zeros(7, 7).double(), torch.zeros(4, 4).double()
-    for x, y in zip(tokens, labels, strict=True):
+    for x, y in zip(ids, labels, strict=True):
         rows = model.table.weight[x].detach().requires_grad_()
         h = torch.tanh(F.linear(rows, model.packed[:4])) * F.linear(rows, model.packed[4:])
         logits = h @ model.table.weight.detach().t()
@@ -114,7 +115,7 @@ def test_kronecker_tied_table_basis() -> None:
         )
         left += of_logits.t() @ of_logits + F.one_hot(x, 7).double().sum(0).diag()
         right += of_rows.t() @ of_rows + h.t() @ h.detach()
-    block = fit_blocks(examples(model, cross_entropy, tokens, labels), 12)[-1]
+    block = fit_blocks(examples(model, cross_entropy, ids, labels), 12)[-1]
     assert block.basis.left is not None
     assert block.basis.right is not None
     for basis, moment in ((block.basis.left[0], left), (block.basis.right[0], right)):

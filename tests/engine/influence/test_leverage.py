@@ -18,6 +18,7 @@ from tests.engine.influence.problems import (
     examples,
     gauss_newton,
     gradient_rows,
+    huber,
     linear,
     mlp,
     output_hessians,
@@ -28,10 +29,6 @@ from tests.engine.influence.problems import (
 from tests.engine.influence.runs import fit, scores, self_influence
 
 pytestmark = pytest.mark.usefixtures("on_device")
-
-
-def huber(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.huber_loss(output, target, delta=0.5, reduction="sum")
 
 
 def newton_steps(
@@ -61,10 +58,8 @@ LOSSES: dict[str, Any] = {
 def test_leverage_scores_equal_one_newton_step(name: str, solver: Any) -> None:
     criterion, target = LOSSES[name]
     model, inputs = mlp(), classified(15)[0]
-    training, queries = (
-        examples(model, criterion, inputs, target, chunk_size=12),
-        examples(model, criterion, -inputs[:4], target[:4]),
-    )
+    training = examples(model, criterion, inputs, target, chunk_size=12)
+    queries = examples(model, criterion, -inputs[:4], target[:4])
     method = Influence(solver=solver, damping=0.02, weight_decay=0.01, leverage=True)
     if (name, solver) == ("gradients outside the span", "dual"):
         with pytest.raises(
@@ -73,10 +68,8 @@ def test_leverage_scores_equal_one_newton_step(name: str, solver: Any) -> None:
             fit(method, training)
         return
     steps = newton_steps(model, criterion, inputs, target, 15 * 0.03)
-    query_rows, rows = (
-        gradient_rows(model, criterion, -inputs[:4], target[:4]),
-        gradient_rows(model, criterion, inputs, target),
-    )
+    query_rows = gradient_rows(model, criterion, -inputs[:4], target[:4])
+    rows = gradient_rows(model, criterion, inputs, target)
     fitted = fit(method, training)
     np.testing.assert_allclose(scores(fitted, queries), steps @ query_rows.T, rtol=0, atol=1e-11)
     np.testing.assert_allclose(self_influence(fitted)[0], (steps * rows).sum(1), rtol=1e-10)
@@ -88,33 +81,25 @@ def test_leverage_scores_equal_one_newton_step(name: str, solver: Any) -> None:
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_leverage_ridge_regression_leave_one_out(solver: Any, outputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    inputs, targets = (
-        torch.randn(30, 4, generator=generator).double(),
-        torch.randn(30, outputs, generator=generator).double(),
-    )
+    inputs, targets = (torch.randn(30, size, generator=generator).double() for size in (4, outputs))
     inputs[0] *= 10  # a row that the fit leans on
     weight_decay = 0.01
     model = linear(ridge(inputs, targets, 30 * weight_decay))
-    test_inputs, test_targets = (
-        torch.randn(6, 4, generator=generator).double(),
-        torch.randn(6, outputs, generator=generator).double(),
-    )
+    test_inputs, test_targets = (torch.randn(6, size, generator=generator).double() for size in (4, outputs))
 
+    # linear in the output, as a step is: a squared error has a second order of its own
     def prediction(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return (
-            output.sum()
-        )  # linear in the output, as a step is: a squared error has a second order of its own
+        return output.sum()
 
     training = examples(model, squared_error, inputs, targets)
     fitted = fit(Influence(solver=solver, damping=0.0, weight_decay=weight_decay, leverage=True), training)
     result = scores(fitted, examples(model, prediction, test_inputs, test_targets))
     wide = np.concatenate([test_inputs.numpy(), np.ones((6, 1))], axis=1)
-    moves = torch.cat([block.preconditioned_norm for block in fitted.self_influence()]).numpy()
+    _, moves = self_influence(fitted)
+    whole = ridge(inputs, targets, 30 * weight_decay)
     for row in range(30):
         keep = torch.arange(30) != row
-        change = ridge(inputs[keep], targets[keep], 30 * weight_decay) - ridge(
-            inputs, targets, 30 * weight_decay
-        )
+        change = ridge(inputs[keep], targets[keep], 30 * weight_decay) - whole
         np.testing.assert_allclose(result[row], (wide @ change.T).sum(1), rtol=0, atol=1e-8)
         np.testing.assert_allclose(moves[row], np.linalg.norm(change), rtol=1e-8)
     assert fitted.facts.largest_leverage > 0.5

@@ -87,27 +87,17 @@ def test_influence_with_leverage_the_slope_is_one(truth: Truth) -> None:
     assert 1 < slopes[0] < slopes[1] < slopes[2]
 
 
-def slope(method: Influence, truth: Truth, training: Examples | None = None) -> float:
-    """Of retrained on predicted rises."""
-    return slope_of(fit(method, training or truth.training), truth)
-
-
 def slope_of(fitted: Any, truth: Truth) -> float:
     result = scores(fitted, truth.queries)[truth.removed]
     return float(linregress(result.ravel(), truth.rises.ravel()).slope)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"curvature": "hessian"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"curvature": "hessian"}], ids=str)
 def test_influence_default_options_with_weight_decay_have_slope_one(
     truth: Truth, options: dict[str, Any]
 ) -> None:
-    method = Influence(weight_decay=WEIGHT_DECAY, **options)
-    fitted = fit(method, truth.training)
+    fitted = fit(Influence(weight_decay=WEIGHT_DECAY, **options), truth.training)
     assert fitted.calibrated
     assert fitted.facts.damping == 0
     assert fitted.facts.leverage is True

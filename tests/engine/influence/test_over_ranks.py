@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import ChangedRows
@@ -28,7 +27,8 @@ from psgrad.plugins import METHODS, own_classes
 from psgrad.ragged import Block
 from psgrad.run.gradient_index import GradientIndex
 from tests.engine.execution.thread_ranks import ThreadRank, by_ranks
-from tests.engine.influence.problems import cross_entropy, examples
+from tests.engine.influence.problems import both, mlp, parts
+from tests.engine.influence.runs import scores, self_influence
 
 ROWS, QUERIES, CHUNK = 23, 5, 4
 FITS: dict[str, Method] = {
@@ -51,36 +51,21 @@ FITS: dict[str, Method] = {
 }
 
 
-def problem(processes: Any = None, **options: Any) -> tuple[Examples, Examples]:
+def problem(processes: Any = None, rows: int = ROWS, **options: Any) -> tuple[Examples, Examples]:
     """Training examples and queries of a small network, in float64."""
-    generator = torch.Generator().manual_seed(0)
-    layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)]
-    model = nn.Sequential(*layers).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
-    inputs = torch.randn(ROWS + QUERIES, 4, generator=generator, dtype=torch.float64)
-    labels = torch.randint(0, 3, (ROWS + QUERIES,), generator=generator)
-    options = {"chunk_size": CHUNK, **options}
-    both = [
-        examples(model, cross_entropy, inputs[rows], labels[rows], **options)
-        for rows in (slice(0, ROWS), slice(ROWS, None))
-    ]
-    if processes is not None:
-        both = [replace(each, processes=processes) for each in both]
-    return both[0], both[1]
+    data = parts(rows, QUERIES, (4,))
+    training, queries = both(mlp(0, (4, 6, 3)), data, **{"chunk_size": CHUNK, **options})
+    if processes is None:
+        return training, queries
+    return replace(training, processes=processes), replace(queries, processes=processes)
 
 
 def found_by(method: Method, processes: Any = None) -> dict[str, np.ndarray]:
     training, queries = problem(processes)
     fitted = method.fit(training, Checkpoint(learning_rate=0.1))
-    blocks = list(fitted.scores(queries))
-    assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])]
-    found = {"scores": torch.cat([block.scores for block in blocks]).numpy()}
+    found = {"scores": scores(fitted, queries)}
     if fitted.has_self_influence or fitted.solver() is not None:
-        own = list(fitted.self_influence())
-        found["own"] = torch.cat([block.self_influence for block in own]).numpy()
-        found["norms"] = torch.cat([block.preconditioned_norm for block in own]).numpy()
+        found["own"], found["norms"] = self_influence(fitted)
     return found
 
 
@@ -88,13 +73,10 @@ def test_every_method_is_tried() -> None:
     assert {method.name for method in FITS.values()} == set(own_classes(METHODS))
 
 
-LONG = ("hessian",)
-
-
 @pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in LONG)) for name in FITS]
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name == "hessian")) for name in FITS]
 )
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_scores_over_ranks_are_those_of_one_process(name: str, size: int) -> None:
@@ -141,8 +123,7 @@ def test_more_ranks_than_rows() -> None:
 
     def found(rank: ThreadRank | None) -> np.ndarray:
         training, queries = (part.at(torch.arange(2)) for part in problem(rank))
-        blocks = method.fit(training, Checkpoint()).scores(queries)
-        return torch.cat([block.scores for block in blocks]).numpy()
+        return scores(method.fit(training, Checkpoint()), queries)
 
     for each in by_ranks(5, found):
         np.testing.assert_allclose(each, found(None), rtol=1e-9)
@@ -200,8 +181,7 @@ def test_index_by_ranks_is_that_of_one_process(tmp_path: Path, features: Any) ->
     def answered(name: str, rank: ThreadRank | None) -> np.ndarray:
         store = GradientIndex.open(tmp_path / name)
         training, queries = problem(rank)
-        fitted = from_index(ProjectedInfluence(), store).fit(training, Checkpoint())
-        return torch.cat([block.scores for block in fitted.scores(queries)]).numpy()
+        return scores(from_index(ProjectedInfluence(), store).fit(training, Checkpoint()), queries)
 
     wanted = answered("one", None)
     for each in by_ranks(3, lambda rank: answered("three", rank)):

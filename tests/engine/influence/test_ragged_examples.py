@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -101,4 +100,3 @@ def test_ragged_rows_that_are_trained_on_need_a_mask() -> None:
     assert len(LoadedRows.of(examples(case("mean"), 6))) == len(LENGTHS)
     with pytest.raises(ModelError, match=r"rows of 1 to 6 positions can't be trained on together"):
         LoadedRows.of(examples(case("lstm"), 6))
-    assert np.ndim(LENGTHS) == 1

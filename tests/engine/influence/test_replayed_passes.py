@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from psgrad.engine.execution.chunk_replay import NOT_REPLAYED, ReplayCounts
 from psgrad.engine.execution.examples import Examples
@@ -18,33 +16,20 @@ from psgrad.engine.influence.curvature.curvature_products import PassProducts
 from psgrad.engine.influence.curvature.matrices import loss_hessian
 from psgrad.engine.influence.damping_choice import RemovalTrial
 from psgrad.engine.influence.method import Checkpoint, Method
-from tests.engine.influence.problems import cross_entropy, examples
-from tests.engine.influence.test_over_ranks import FITS
+from tests.engine.influence import runs, test_over_ranks
 
-ROWS, QUERIES, CHUNK = 51, 5, 4
-
-
-def problem(counts: ReplayCounts | None, processes: Any = None) -> tuple[Examples, Examples]:
-    """Training examples and queries of a small network, in float64. counts: None for no replays."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    inputs, labels = torch.randn(ROWS + QUERIES, 4).double(), torch.randint(0, 3, (ROWS + QUERIES,))
-    options: dict[str, Any] = {"chunk_size": CHUNK, "capture": "off"}
-    if counts is not None:
-        options |= {"capture": "auto", "counts": counts}
-    both = [
-        examples(model, cross_entropy, inputs[rows], labels[rows], **options)
-        for rows in (slice(0, ROWS), slice(ROWS, None))
-    ]
-    if processes is not None:
-        both = [replace(each, processes=processes) for each in both]
-    return both[0], both[1]
+ROWS, CHUNK = 51, test_over_ranks.CHUNK
 
 
-def scores(method: Method, counts: ReplayCounts | None, processes: Any = None) -> np.ndarray:
-    training, queries = problem(counts, processes)
-    fitted = method.fit(training, Checkpoint(learning_rate=0.1))
-    return torch.cat([block.scores for block in fitted.scores(queries)]).numpy()
+def problem(counts: ReplayCounts | None) -> tuple[Examples, Examples]:
+    """counts: None for no replays."""
+    options = {"capture": "off"} if counts is None else {"capture": "auto", "counts": counts}
+    return test_over_ranks.problem(rows=ROWS, **options)
+
+
+def scores(method: Method, counts: ReplayCounts | None) -> np.ndarray:
+    training, queries = problem(counts)
+    return runs.scores(method.fit(training, Checkpoint(learning_rate=0.1)), queries)
 
 
 QUICK = ("fisher", "ekfac of the empirical Fisher", "gradient_dot", "projected_influence")
@@ -57,12 +42,12 @@ SLOW = ("hessian", "dual", "sampled, dual")
         pytest.param(
             name, marks=[] if name in QUICK else [pytest.mark.sweep if name in SLOW else pytest.mark.long]
         )
-        for name in FITS
+        for name in test_over_ranks.FITS
     ],
 )
 def test_most_chunks_of_a_method_are_replayed(name: str) -> None:
     counts = ReplayCounts()
-    found, expected = scores(FITS[name], counts), scores(FITS[name], None)
+    found, expected = scores(test_over_ranks.FITS[name], counts), scores(test_over_ranks.FITS[name], None)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11 * np.abs(expected).max())
     assert counts.replayed > 0.5 * counts.chunks
     assert not counts.reasons

@@ -18,6 +18,7 @@ from psgrad.engine.influence.curvature.kronecker_fitting import (
 )
 from psgrad.errors import InfluenceError
 from psgrad.ragged import Block
+from tests.engine.influence.problems import gauss_newton
 from tests.engine.influence.test_token_scores import IGNORED, mean_loss, sum_loss
 
 DRAWS, COPIES = 40, 100  # of a sample, and of the samples: 4,000 rows of each
@@ -41,26 +42,13 @@ def examples(criterion, words: int = 4, positions: int = 5) -> tuple[Examples, t
     return Examples(Objective(model, criterion), Block((xs,), targets)), x, target
 
 
-def gauss_newton(found: Examples, x: torch.Tensor, target: torch.Tensor, criterion) -> torch.Tensor:
-    """[p, p]: of the sum of the losses, by torch.func."""
-    model, params = found.objective.model, found.params
-    total = 0
-    for row, label in zip(x, target, strict=True):
-        run = lambda p, row=row: torch.func.functional_call(model, p, (row[None],))[0].flatten()
-        jacobian = torch.func.jacrev(run)(params)
-        j = torch.cat([value.flatten(1) for value in jacobian.values()], 1)
-        loss = lambda flat, label=label: criterion(flat.reshape(len(label), -1), label)
-        total = total + j.T @ torch.func.hessian(loss)(run(params)) @ j
-    return total
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("criterion", [mean_loss, sum_loss])
 def test_sampled_label_rows_have_the_gauss_newton_matrix_as_their_mean(criterion) -> None:
     found, x, target = examples(criterion)
     rows = sampled_label_rows(found, DRAWS, seed=0)
     total = rows.fold(lambda gradients: {"m": _moment(gradients)})["m"] / COPIES
-    wanted = gauss_newton(found, x, target, criterion)
+    wanted = torch.from_numpy(gauss_newton(found.objective.model, criterion, x, target))
     assert float((total - wanted).norm() / wanted.norm()) < 4 / (DRAWS * COPIES) ** 0.5
 
 

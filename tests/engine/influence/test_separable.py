@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.influence.curvature.separable import APART, Separable
-from tests.engine.influence.problems import classified, cross_entropy, examples
-from tests.engine.influence.rows_of_gradients import matrix_of
+from tests.engine.influence.problems import both, parts
+from tests.engine.influence.runs import matrix_of
 from tests.engine.influence.test_ekfac import fitted
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -68,15 +68,9 @@ def scores(damping: float) -> torch.Tensor:
     """[80, 60] of layers with up to 160 x 161 weights, in float32."""
     torch.manual_seed(0)
     layers = nn.Linear(6, 160), nn.Tanh(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 3)
-    inputs, labels = classified(140)
-    model, inputs = nn.Sequential(*layers).float(), inputs.float()
-    training = examples(model, cross_entropy, inputs[:80], labels[:80])
-    queries = examples(model, cross_entropy, inputs[80:], labels[80:])
+    x, y, xq, yq = parts(80, 60)
+    training, queries = both(nn.Sequential(*layers).float(), (x.float(), y, xq.float(), yq))
     return matrix_of(fitted(training, fisher="empirical", damping=damping), queries)
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("damping", [0.1, 1.0])
@@ -87,4 +81,5 @@ def test_ekfac_scores_through_separable_inverses(damping: float, monkeypatch: py
     found = scores(damping)
     assert used
     monkeypatch.setattr(Separable, "of", lambda *_: None)
-    assert_close(found, scores(damping))
+    expected = scores(damping)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))

@@ -13,47 +13,36 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.influence.index.index_rows import RowPass, margin
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
 from psgrad.errors import InfluenceError
-from tests.engine.influence.problems import cross_entropy, examples, squared_error
+from tests.engine.influence.problems import both, cross_entropy, examples, mlp, parts, squared_error
 from tests.engine.influence.rows_of_gradients import (
     log_odds,
-    matrix_of,
     probabilities,
     ridge_products,
     rows_of,
     scores_of,
 )
+from tests.engine.influence.runs import matrix_of, self_influence
 
 N, M, CLASSES = 13, 4, 3
 KINDS = ["none", "sparse", "two-sided"]
 
 
 def network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+    return mlp(seed, (6, 7, CLASSES))
 
 
 @pytest.fixture(scope="module")
 def data() -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(1)
-    inputs, labels = torch.randn(N + M, 6, dtype=torch.float64), torch.randint(0, CLASSES, (N + M,))
-    return inputs[:N], labels[:N], inputs[N:], labels[N:]
+    return parts(N, M)
 
 
 def minus_margin(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return -margin(output, target)
-
-
-def both(
-    model: nn.Module, data: tuple[torch.Tensor, ...], measured: Any = minus_margin, **options: Any
-) -> tuple[Examples, Examples]:
-    x, y, xq, yq = data
-    return examples(model, cross_entropy, x, y, **options), examples(model, measured, xq, yq, **options)
 
 
 def projector(method: TRAK | ProjectedInfluence, model: nn.Module, number: int) -> Projector:
@@ -89,18 +78,18 @@ def assert_close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-
 def test_trak_scores_equal_formula(data: Any, kind: Any, checkpoints: int) -> None:
     method = TRAK(dimension=9, projection=kind, seed=5, relative_damping=0.3)
     models = [network(seed) for seed in range(checkpoints)]
-    training, queries = zip(*[both(model, data) for model in models], strict=True)
+    training, queries = zip(*[both(model, data, minus_margin) for model in models], strict=True)
     assert_close(scores_of(method, training, queries), trak_written_out(method, models, data))
 
 
 def test_trak_self_influence(data: Any) -> None:
     method, model = TRAK(dimension=9), network()
     training, _ = both(model, data)
-    blocks = list(method.fit(training, Checkpoint()).self_influence())
+    own, _ = self_influence(method.fit(training, Checkpoint()))
     p, (x, y, _, _) = projector(method, model, 0), data
     rows, misses = rows_of(model, log_odds, x, y, p), 1 - probabilities(model, x, y)
     expected = np.diagonal(ridge_products(rows, rows, method.relative_damping)) * misses**2
-    assert_close(torch.cat([block.self_influence for block in blocks]).numpy(), expected)
+    assert_close(own, expected)
 
 
 # -- Several checkpoints -------------------------------------------------------------------------------------
@@ -108,20 +97,16 @@ def test_trak_self_influence(data: Any) -> None:
 
 def test_trak_two_checkpoints(data: Any) -> None:
     method, models = TRAK(dimension=9), [network(0), network(1)]
-    single = [scores_of(method, *([each] for each in both(model, data))) for model in models]
-    joined = scores_of(method, *zip(*[both(model, data) for model in models], strict=True))
+    single = [scores_of(method, *([each] for each in both(model, data, minus_margin))) for model in models]
+    joined = scores_of(method, *zip(*[both(model, data, minus_margin) for model in models], strict=True))
     assert all(
         np.abs(joined - factor * one).max() > 0.05 * np.abs(joined).max()
         for one in single
         for factor in (1, 2)
     )
-    same = scores_of(method, *zip(*[both(models[0], data)] * 2, strict=True))
-    assert (
-        np.abs(same - single[0]).max() > 1e-3 * np.abs(same).max()
-    )  # each checkpoint has a projection of its own
-
-
-# -- What projections do -------------------------------------------------------------------------------------
+    same = scores_of(method, *zip(*[both(models[0], data, minus_margin)] * 2, strict=True))
+    # each checkpoint has a projection of its own
+    assert np.abs(same - single[0]).max() > 1e-3 * np.abs(same).max()
 
 
 # -- The margin ----------------------------------------------------------------------------------------------
@@ -133,7 +118,7 @@ def weights_of(criterion: Any, model: nn.Module, inputs: torch.Tensor, target: t
     return torch.cat([block.weight for block in blocks if block.weight is not None]).numpy()
 
 
-def test_trak_margin_equals_log_odds(data: Any) -> None:
+def test_trak_margin_equals_log_odds() -> None:
     for output, label in zip(torch.randn(20, 5, dtype=torch.float64), torch.arange(20) % 5, strict=True):
         torch.testing.assert_close(margin(output, label), log_odds(output, label), rtol=1e-12, atol=1e-12)
 
@@ -162,21 +147,15 @@ def test_trak_ignored_label_has_no_gradient_and_no_weight(data: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("criterion", "words"),
+    "criterion",
     [
-        (
-            lambda output, label: F.cross_entropy(output[None], label[None], label_smoothing=0.2),
-            "the loss of row 0 is no function of its margin",
-        ),
-        (
-            lambda output, label: (output - F.one_hot(label, CLASSES)).square().sum(),
-            "the loss of row 0 is no function of its margin",
-        ),
+        lambda output, label: F.cross_entropy(output[None], label[None], label_smoothing=0.2),
+        lambda output, label: (output - F.one_hot(label, CLASSES)).square().sum(),
     ],
 )
-def test_trak_loss_without_margin_refused(data: Any, criterion: Any, words: str) -> None:
+def test_trak_loss_without_margin_refused(data: Any, criterion: Any) -> None:
     x, y, _, _ = data
-    with pytest.raises(InfluenceError, match=words) as caught:
+    with pytest.raises(InfluenceError, match="the loss of row 0 is no function of its margin") as caught:
         TRAK().fit(examples(network(), criterion, x, y), Checkpoint())
     assert "choose another method, such as influence or ekfac" in str(caught.value)
 
@@ -191,9 +170,6 @@ def test_trak_outputs_without_a_margin_are_refused(data: Any) -> None:
         TRAK().fit(examples(network(), squared_error, x, values), Checkpoint())
 
 
-# -- Ridge regression, where TRAK is exact -------------------------------------------------------------------
-
-
 # -- Projected influence -------------------------------------------------------------------------------------
 
 
@@ -203,19 +179,14 @@ def test_projected_influence_equals_damped_empirical_fisher(data: Any, kind: Any
     x, y, xq, yq = data
     p = projector(method, model, 0)
     rows, queries = rows_of(model, F.cross_entropy, x, y, p), rows_of(model, F.cross_entropy, xq, yq, p)
-    training, asked = both(model, data, cross_entropy)
+    training, asked = both(model, data)
     assert_close(scores_of(method, [training], [asked]), ridge_products(queries, rows, 0.2))
     fitted = method.fit(training, Checkpoint())
-    blocks = list(fitted.self_influence())
-    assert_close(
-        torch.cat([block.self_influence for block in blocks]).numpy(),
-        np.diagonal(ridge_products(rows, rows, 0.2)),
-    )
+    own, norms = self_influence(fitted)
+    assert_close(own, np.diagonal(ridge_products(rows, rows, 0.2)))
     moment = rows.T @ rows
     solved = np.linalg.solve(moment + N * fitted.facts.damping * np.eye(len(moment)), rows.T)
-    assert_close(
-        torch.cat([block.preconditioned_norm for block in blocks]).numpy(), np.linalg.norm(solved, axis=0)
-    )
+    assert_close(norms, np.linalg.norm(solved, axis=0))
     assert fitted.facts.mean_eigenvalue == pytest.approx(np.trace(moment) / N / len(moment))
 
 

@@ -98,10 +98,8 @@ def test_attribution_integrated_gradients_equal_captum(dtype: torch.dtype, of: s
         baselines=baseline,
         return_convergence_delta=True,
     )
-    measure, setting = (
-        IntegratedGradients(of=of, steps=7, baseline=baseline),
-        of_classes(model, inputs, target),
-    )
+    measure = IntegratedGradients(of=of, steps=7, baseline=baseline)
+    setting = of_classes(model, inputs, target)
     result = columns_of(measure, setting)
     near = {"rtol": 1e-5, "atol": 1e-5}  # captum's own steps are in single precision
     torch.testing.assert_close(result["integrated_gradients"], expected.flatten(1).sum(1).double(), **near)
@@ -287,10 +285,8 @@ def test_attribution_tied_embedding() -> None:
     weights that stay as they are.
     """
     model = resolve("text/model.py:build", CONFIGS)(width=16, layers=1, heads=2, positions=12).double().eval()
-    tokens, criterion = (
-        torch.randint(256, (N, 13)),
-        resolve_loss(LossConfig(name="token_cross_entropy"), CONFIGS),
-    )
+    tokens = torch.randint(256, (N, 13))
+    criterion = resolve_loss(LossConfig(name="token_cross_entropy"), CONFIGS)
     inputs, target = tokens[:, :-1], tokens[:, 1:]
     setting = setting_of(model, criterion.function, (inputs,), target, kind="token", classes=256)
     slope, product = columns_of(InputGradient(), setting), columns_of(GradientXInput(), setting)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from tests.engine.measures.own_passes import measured, setting_of
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
-ROOT = Path(__file__).parents[3]
 MOST = 5  # columns: no more than parameters, so that nothing is projected
 
 

@@ -17,28 +17,13 @@ from psgrad.engine.measures.builtin.ntk import NTK
 from psgrad.engine.measures.builtin.projected_gradients import chosen_rows
 from psgrad.engine.measures.measure import Gathered, Setting
 from psgrad.errors import MeasureError
+from tests.engine.influence.problems import output_jacobians
 from tests.engine.measures.own_passes import measured, setting_of
 from tests.small_models import ARCHITECTURES, Architecture
 
 
 def found_of(setting: Setting, options: dict[str, Any] | None = None, chunk_size: int = 7) -> Gathered:
     return measured([NTK(**(options or {}))], setting, chunk_size)[1]["ntk"]
-
-
-def jacobians(model: nn.Module, inputs: tuple[Tensor, ...]) -> np.ndarray:
-    """[n, C, p] of a model in float64."""
-    params = {
-        name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-
-    def output(params: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-        return torch.func.functional_call(model, params, tuple(x.unsqueeze(0) for x in inputs)).reshape(-1)
-
-    rows = []
-    for sample in range(len(inputs[0])):
-        result = torch.func.jacrev(output)(params, tuple(x[sample] for x in inputs))
-        rows.append(torch.cat([value.flatten(1) for value in result.values()], 1))
-    return torch.stack(rows).numpy()
 
 
 def mlp(outputs: int, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -58,7 +43,7 @@ def alignment(kernel: np.ndarray, labels: np.ndarray) -> float:
 )
 def test_ntk_kernel_equals_jacobians(architecture: Architecture) -> None:
     inputs, target = architecture.batch(6, dtype=torch.float64)
-    rows = jacobians(architecture.build(dtype=torch.float64), inputs)
+    rows = output_jacobians(architecture.build(dtype=torch.float64), *inputs)
     n, outputs, size = rows.shape
     flat = rows.reshape(n * outputs, size)
     expected = (flat @ flat.T).reshape(n, outputs, n, outputs)
@@ -86,11 +71,9 @@ def test_ntk_kernel_equals_jacobians(architecture: Architecture) -> None:
 @given(n=st.integers(1, 12), outputs=st.integers(1, 4), chunk_size=st.integers(1, 12))
 @settings(max_examples=15)
 def test_ntk_each_output_and_chunks(n: int, outputs: int, chunk_size: int) -> None:
-    model, inputs, targets = (
-        mlp(outputs),
-        torch.randn(n, 3, dtype=torch.float64),
-        torch.randint(outputs, (n,)),
-    )
+    model = mlp(outputs)
+    inputs = torch.randn(n, 3, dtype=torch.float64)
+    targets = torch.randint(outputs, (n,))
     setting = setting_of(
         model,
         lambda output, target: F.cross_entropy(output, target),
@@ -101,7 +84,7 @@ def test_ntk_each_output_and_chunks(n: int, outputs: int, chunk_size: int) -> No
         classes=outputs,
     )
     result = found_of(setting, chunk_size=chunk_size)
-    rows = jacobians(model, (inputs,))
+    rows = output_jacobians(model, inputs)
     for output in range(outputs):
         kernel = rows[:, output] @ rows[:, output].T
         values = np.linalg.eigvalsh(kernel)[::-1]
@@ -128,14 +111,12 @@ def of_classes(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, **
 
 
 def test_ntk_class_blocks_are_means_over_pairs() -> None:
-    model, inputs, targets = (
-        mlp(3),
-        torch.randn(9, 3, dtype=torch.float64),
-        torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 1]),
-    )
+    model = mlp(3)
+    inputs = torch.randn(9, 3, dtype=torch.float64)
+    targets = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 1])
     setting = of_classes(model, inputs, targets)
     table = found_of(setting).tables["classes"]
-    rows = jacobians(model, (inputs,))
+    rows = output_jacobians(model, inputs)
     kernel = np.einsum("icp,jcp->ij", rows, rows) / 3
     cosine = kernel / np.sqrt(np.outer(np.diag(kernel), np.diag(kernel)))
     seen = []
@@ -163,11 +144,10 @@ def test_ntk_single_logit_is_aligned_with_class_one() -> None:
         return F.binary_cross_entropy_with_logits(output.squeeze(), target)
 
     result = found_of(setting_of(model, loss, (inputs,), target, kind="binary"))
-    rows = jacobians(model, (inputs,))[:, 0]
+    rows = output_jacobians(model, inputs)[:, 0]
     expected = alignment(rows @ rows.T, target.numpy()[:, None])
-    assert result.numbers["alignment"] == pytest.approx(
-        expected, rel=1e-9
-    )  # two one-hot columns say the same twice
+    # two one-hot columns say the same twice
+    assert result.numbers["alignment"] == pytest.approx(expected, rel=1e-9)
     assert result.tables["outputs"]["alignment"] == [pytest.approx(expected, rel=1e-9)]
     assert result.numbers["condition_number"] == result.numbers["condition_number_of_all_outputs"]
 
@@ -179,7 +159,7 @@ def test_ntk_positions_of_a_sequence_are_outputs() -> None:
         model, lambda output, target: F.cross_entropy(output, target), (tokens,), target, kind="token"
     )
     result = found_of(setting)
-    rows = jacobians(model, (tokens,))
+    rows = output_jacobians(model, tokens)
     assert result.numbers["outputs"] == 10
     np.testing.assert_allclose(
         result.arrays["trace_kernel"], np.einsum("icp,jcp->ij", rows, rows) / 10, rtol=1e-9
@@ -235,7 +215,7 @@ def test_ntk_subsample_balanced_by_class() -> None:
     chosen = result.arrays["rows"]
     assert torch.bincount(targets[chosen]).tolist() == [5, 5, 2]
     assert said == ["ntk: of 12 of 37 samples, drawn at random, as many of each class as there are"]
-    rows = jacobians(model, (inputs[chosen],))
+    rows = output_jacobians(model, inputs[chosen])
     np.testing.assert_allclose(
         result.arrays["trace_kernel"], np.einsum("icp,jcp->ij", rows, rows) / 3, rtol=1e-9
     )

@@ -80,9 +80,7 @@ def test_projected_gradients_seed_and_save() -> None:
     )
 
 
-def test_projected_gradients_beyond_memory_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_projected_gradients_beyond_memory_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projected_gradients, "free_host_memory", lambda: 16 * 10 * 32)
     setting = gradients_are(torch.randn(10, 300))
     with pytest.raises(MeasureError, match="up to 32 columns") as caught:

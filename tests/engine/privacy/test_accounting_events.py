@@ -74,18 +74,20 @@ def test_step_event_missing_field_refused(missing: str) -> None:
         event_of(line)
 
 
-def test_step_event_contradictory_line_refused() -> None:
-    with pytest.raises(ConfigError, match="batch_size is given, and is none of poisson sampling"):
-        event_of(poisson(1.0, 0.1).line() | {"batch_size": 32})
-    with pytest.raises(ConfigError, match="the sampling scheme is 'shuffled'"):
-        event_of(poisson(1.0, 0.1).line() | {"scheme": "shuffled"})
-
-
-@pytest.mark.parametrize("mechanism", ["discrete_gaussian", "laplace", None])
-def test_step_event_other_noise_refused(mechanism: Any) -> None:
-    """A ledger of discrete noise costs what psgrad can no longer draw or account."""
-    with pytest.raises(ConfigError, match=f"the noise of a ledger line is {mechanism!r}"):
-        event_of(poisson(1.0, 0.1).line() | {"mechanism": mechanism})
+@pytest.mark.parametrize(
+    ("change", "wording"),
+    [
+        ({"batch_size": 32}, "batch_size is given, and is none of poisson sampling"),
+        ({"scheme": "shuffled"}, "the sampling scheme is 'shuffled'"),
+        # A ledger of discrete noise costs what psgrad can no longer draw or account.
+        ({"mechanism": "discrete_gaussian"}, "the noise of a ledger line is 'discrete_gaussian'"),
+        ({"mechanism": "laplace"}, "the noise of a ledger line is 'laplace'"),
+        ({"mechanism": None}, "the noise of a ledger line is None"),
+    ],
+)
+def test_step_event_contradictory_line_or_other_noise_refused(change: dict[str, Any], wording: str) -> None:
+    with pytest.raises(ConfigError, match=wording):
+        event_of(poisson(1.0, 0.1).line() | change)
 
 
 def library_epsilons(lines: list[dict[str, Any]], delta: float) -> tuple[float | None, float | None]:
@@ -149,9 +151,7 @@ def library_epsilons(lines: list[dict[str, Any]], delta: float) -> tuple[float |
     ],
     ids=lambda events: "-".join(event.sampling.scheme for event, _ in events) + "-" + events[0][0].relation,
 )
-def test_step_event_epsilon_by_dp_accounting(
-    events: list[tuple[StepEvent, int]],
-) -> None:
+def test_step_event_epsilon_by_dp_accounting(events: list[tuple[StepEvent, int]]) -> None:
     lines = [json.loads(json.dumps(event.line())) for event, steps in events for _ in range(steps)]
     spent = merged((event_of(line), 1) for line in lines).items()
     rdp, pld = library_epsilons(lines, 1e-5)
@@ -162,6 +162,14 @@ def test_step_event_epsilon_by_dp_accounting(
     value = epsilon_pld(spent, 1e-5)
     assert value.interval == 1e-4
     assert value.value == pytest.approx(pld, rel=1e-9)
+
+
+@pytest.mark.parametrize("accountant", [epsilon_rdp, epsilon_pld])
+def test_step_event_no_noise_has_no_epsilon_and_no_step_none(accountant: Any) -> None:
+    assert accountant([(poisson(0.0, 0.1), 1), (poisson(1.0, 0.1), 5)], 1e-5).value == math.inf
+    assert accountant([(fixed(0.0), 1)], 1e-5).value == math.inf
+    assert accountant([(poisson(0.0, 0.1), 0)], 1e-5).value == 0.0
+    assert accountant([], 1e-5).value == 0.0
 
 
 # -- what is refused -----------------------------------------------------------------------------------------

@@ -180,13 +180,6 @@ def test_pld_of_unlike_steps_equals_dp_accounting() -> None:
 # -- edges ---------------------------------------------------------------------------------------------------
 
 
-def test_pld_no_noise_and_no_steps() -> None:
-    assert value_of([(poisson(0.0, 0.1), 1), (poisson(1.0, 0.1), 5)]) == math.inf
-    assert value_of([(fixed(0.0), 1)]) == math.inf
-    assert value_of([]) == 0.0
-    assert value_of([(poisson(0.0, 0.1), 0)]) == 0.0
-
-
 @pytest.mark.long
 def test_pld_epsilon_is_not_negative() -> None:
     assert value_of([(poisson(50.0, 0.01), 1)], 0.5) == 0.0

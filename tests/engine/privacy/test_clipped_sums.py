@@ -70,9 +70,7 @@ def test_clipped_sum_equals_the_loop(architecture: Architecture, dtype: torch.dt
         assert (result.records.factors > 0.99).any()
 
 
-def test_clipped_sum_automatic_clipping(
-    architecture: Architecture,
-) -> None:
+def test_clipped_sum_automatic_clipping(architecture: Architecture) -> None:
     model, batch = architecture.build(dtype=torch.float64), architecture.batch(RECORDS, dtype=torch.float64)
     gradients = gradients_of(architecture, model, batch)
     norms = torch.cat([value.flatten(1) for value in gradients.values()], 1).norm(dim=1)
@@ -213,9 +211,7 @@ def test_clipped_sum_bound_at_every_scale(
 @pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize("positions", [16, 64, 256])
-def test_clipped_sum_bound_with_rounding(
-    positions: int,
-) -> None:
+def test_clipped_sum_bound_with_rounding(positions: int) -> None:
     """The worst that was found: inputs and cotangents that are one number each, whose products all err to the
     same side.
     """

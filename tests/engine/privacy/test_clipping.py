@@ -110,10 +110,8 @@ def test_clipping_factors() -> None:
 def test_clipping_factors_by_group() -> None:
     clipping = Clipping.by_pattern(NAMES, {"encoder.*": 1.0, "*": 10.0})
     weights = weights_of(clipping, norms_of([3.0, 0.1], [4.0, 0.1], [12.0, 0.1], [5.0, 30.0], [0.0, 40.0]))
-    inside, outside = (
-        torch.tensor([1 / 13, 1], dtype=torch.float64),
-        torch.tensor([1, 0.2], dtype=torch.float64),
-    )
+    inside = torch.tensor([1 / 13, 1], dtype=torch.float64)
+    outside = torch.tensor([1, 0.2], dtype=torch.float64)
     for name in NAMES:
         torch.testing.assert_close(
             weights[name], inside if name.startswith("encoder") else outside, rtol=2 * MARGIN, atol=0

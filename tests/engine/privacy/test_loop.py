@@ -13,9 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from psgrad.engine.privacy import make_generator
-from psgrad.engine.privacy.generators import Generator
+from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.loop import PrivateParts, make_private
 from psgrad.errors import ConfigError, DataError, LossError, ModelError, PsgradError
+from tests.engine.privacy.clipped_loop import clipped_loop
+from tests.oracles import one_sample_gradients
 
 ROWS, RATE = 24, 0.5
 
@@ -31,7 +33,10 @@ def dataset() -> TensorDataset:
     return TensorDataset(inputs, torch.randint(3, (ROWS,), generator=generator))
 
 
-def parts_of(model: nn.Module, batch_size: int = ROWS, rows: Any = None, **options: Any) -> PrivateParts:
+def parts_of(
+    model: nn.Module, batch_size: int = ROWS, rows: Any = None, loader: Any = None, **options: Any
+) -> PrivateParts:
+    """loader: further options of the loader."""
     settings: dict[str, Any] = {
         "criterion": nn.CrossEntropyLoss(),
         "noise_multiplier": 0.0,
@@ -39,8 +44,9 @@ def parts_of(model: nn.Module, batch_size: int = ROWS, rows: Any = None, **optio
         "generator": make_generator(seed=5),
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loader = DataLoader(dataset() if rows is None else rows, batch_size=batch_size, shuffle=True)
-    return make_private(model, optimizer, loader, **{**settings, **options})
+    rows = dataset() if rows is None else rows
+    batches = DataLoader(rows, batch_size=batch_size, shuffle=True, **(loader or {}))
+    return make_private(model, optimizer, batches, **{**settings, **options})
 
 
 def trained(parts: PrivateParts, epochs: int = 1) -> list[int]:
@@ -57,24 +63,14 @@ def trained(parts: PrivateParts, epochs: int = 1) -> list[int]:
     return sizes
 
 
-def clipped_mean(model: nn.Module, bound: float) -> list[torch.Tensor]:
-    """The sum of clipped gradients over all rows, one row at a time by autograd, by their number."""
-    total = [torch.zeros_like(p) for p in model.parameters()]
-    for inputs, target in dataset():
-        loss = nn.functional.cross_entropy(model(inputs[None]), target[None])
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        norm = torch.cat([g.flatten() for g in gradients]).norm()
-        for each, gradient in zip(total, gradients, strict=True):
-            each += gradient * min(1.0, bound / float(norm))
-    return [each / ROWS for each in total]
-
-
 def test_step_without_noise_is_the_clipped_sum_by_autograd() -> None:
-    model = network()
-    before, expected = [p.detach().clone() for p in model.parameters()], clipped_mean(network(), 0.3)
+    model, (inputs, target) = network(), dataset().tensors
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients = one_sample_gradients(model, nn.functional.cross_entropy, (inputs,), target)
+    expected = clipped_loop(gradients, Clipping.flat(before, 0.3))
     assert trained(parts_of(model)) == [ROWS]
-    for old, new, mean in zip(before, model.parameters(), expected, strict=True):
-        torch.testing.assert_close(old - new, mean, rtol=1e-6, atol=1e-12)
+    for name, new in model.named_parameters():
+        torch.testing.assert_close(before[name] - new, expected[name] / ROWS, rtol=1e-6, atol=1e-12)
 
 
 def test_steps_without_noise_are_those_of_opacus() -> None:
@@ -139,12 +135,8 @@ def test_fixed_batches_have_one_size_and_are_accounted_without_amplification() -
 
 
 def test_empty_batches_are_steps_of_noise_alone() -> None:
-    model = network()
-    loader = DataLoader(TensorDataset(*(each[:2] for each in dataset().tensors)), batch_size=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    parts = make_private(
-        model, optimizer, loader, criterion=nn.CrossEntropyLoss(), noise_multiplier=1.0, max_grad_norm=1.0
-    )
+    model, two = network(), TensorDataset(*(each[:2] for each in dataset().tensors))
+    parts = parts_of(model, 1, two, noise_multiplier=1.0, max_grad_norm=1.0)
     before = copy.deepcopy(model.state_dict())
     sizes = trained(parts, epochs=10)
     assert 0 in sizes
@@ -213,51 +205,15 @@ def test_model_that_mixes_records_is_refused() -> None:
         trained(parts_of(model))
 
 
-# -- one record more or less moves a sum by the bound --------------------------------------------------------
-
-BOUND = 0.3
+# -- what is kept from record to record ----------------------------------------------------------------------
 
 
-def sums_of(
-    model: nn.Module,
-    rows: Any,
-    epochs: int = 2,
-    collate_fn: Any = None,
-    workers: int = 0,
-    generator: Generator | None = None,
-) -> list[torch.Tensor]:
-    """The clipped sums without noise of a batch of all rows at each step, from steps of rate 1."""
-    torch.manual_seed(0)
-    np.random.seed(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loader = DataLoader(rows, batch_size=len(rows), collate_fn=collate_fn, num_workers=workers)
-    module, optimizer, criterion, loader = make_private(
-        model,
-        optimizer,
-        loader,
-        criterion=nn.CrossEntropyLoss(),
-        noise_multiplier=0.0,
-        max_grad_norm=BOUND,
-        generator=generator or make_generator(seed=5),
-    )
-    sums = []
-    for _ in range(epochs):
-        for inputs, target in loader:
-            before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-            optimizer.zero_grad()
-            criterion(module(inputs), target).backward()
-            optimizer.step()
-            after = nn.utils.parameters_to_vector(model.parameters()).detach()
-            sums.append((before - after) * len(rows))
-    return sums
-
-
-def with_and_without(large: float = 2.0) -> tuple[TensorDataset, TensorDataset]:
-    """Rows with and without the last one, whose first number is larger than all others."""
+def with_a_large_number() -> TensorDataset:
+    """Rows of which the last one's first number is larger than all others."""
     inputs, target = dataset().tensors
     inputs = inputs.clamp(-0.9, 0.9)
-    inputs[-1, 0] = large
-    return TensorDataset(inputs, target), TensorDataset(inputs[:-1], target[:-1])
+    inputs[-1, 0] = 6.0
+    return TensorDataset(inputs, target)
 
 
 class Keeping(nn.Module):
@@ -294,7 +250,7 @@ class Criterion:
 def test_loop_model_that_keeps_what_it_saw_ends_before_it_pays() -> None:
     model = Keeping()
     model.limit = 5.0
-    parts = parts_of(model, rows=with_and_without(large=6.0)[0])
+    parts = parts_of(model, rows=with_a_large_number())
     with pytest.raises(ModelError, match=r"wrote into (factor|largest) while records were computed"):
         trained(parts)
     assert not parts.optimizer.events
@@ -315,7 +271,7 @@ def test_loop_state_that_the_user_changes_between_calls_stays() -> None:
 def test_loop_model_that_is_called_twice_keeps_nothing_of_the_first_call() -> None:
     model = Keeping()
     model.limit = 5.0
-    module, _, _, loader = parts_of(model, rows=with_and_without(large=6.0)[0])
+    module, _, _, loader = parts_of(model, rows=with_a_large_number())
     inputs, _ = next(iter(loader))
     module(inputs)
     with pytest.raises(ModelError, match=r"wrote into (factor|largest) while records were computed"):
@@ -354,16 +310,17 @@ class Augmented(torch.utils.data.Dataset[Any]):
 def test_loop_draws_of_a_dataset_follow_from_the_secret_stream(kind: str, workers: int) -> None:
     """Not from seeds that the user's program has set, which are known."""
     rows = Augmented(dataset(), kind)
-    sums = []
+    found = []
     for secret in (5, 5, 6):
+        model = network()
         torch.manual_seed(0)
         np.random.seed(0)
-        generator = make_generator(seed=secret)
-        sums.append(sums_of(network(), rows, epochs=1, workers=workers, generator=generator)[0])
+        trained(parts_of(model, ROWS, rows, {"num_workers": workers}, generator=make_generator(seed=secret)))
+        found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
         assert rows.own.integers(1 << 40) == np.random.default_rng(0).integers(1 << 40)
         rows.own = np.random.default_rng(0)
-    assert torch.equal(sums[0], sums[1])
-    assert not torch.equal(sums[0], sums[2])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -377,15 +334,7 @@ def test_loop_draws_of_a_dataset_differ_by_step_and_row(stops: bool) -> None:
         def __getitem__(self, row: int) -> Any:
             return torch.rand(4, dtype=torch.float64), torch.tensor(0)
 
-    optimizer = torch.optim.SGD((model := network()).parameters(), lr=1.0)
-    parts = make_private(
-        model,
-        optimizer,
-        DataLoader(Numbers(), batch_size=8),
-        criterion=nn.CrossEntropyLoss(),
-        noise_multiplier=0.0,
-        max_grad_norm=1.0,
-    )
+    parts = parts_of(network(), 8, Numbers(), max_grad_norm=1.0)
     read = []
     for _ in range(3):
         for inputs, target in parts.data_loader:
@@ -416,7 +365,7 @@ def centred(items: list[Any]) -> Any:
 @pytest.mark.parametrize("collate", [mixup, masked, centred])
 def test_loop_collate_function_that_mixes_records_refused(collate: Any) -> None:
     with pytest.raises(DataError, match="collate_fn makes batches whose"):
-        sums_of(network(), dataset(), collate_fn=collate)
+        trained(parts_of(network(), loader={"collate_fn": collate}))
 
 
 def test_loop_epsilon_of_noise_whose_tail_is_too_short_refused() -> None:

@@ -47,19 +47,25 @@ def as_row(sums: dict[str, Tensor]) -> Tensor:
     return torch.cat([value.flatten() for value in sums.values()])
 
 
+def loop(gradients: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(the clipped sum, the norms, the factors) of gradients [n, p]."""
+    norms = gradients.norm(dim=1)
+    factors = ((1 - MARGIN) * bound / norms).clamp(max=1)
+    return factors @ gradients, norms, factors
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipped_sum_of_ragged_records_is_that_of_a_loop(kind: str) -> None:
     ragged = case(kind)
     rows = ragged.rows(LENGTHS)
     gradients = flat(ragged.gradients(rows))
-    norms = gradients.norm(dim=1)
-    bound = float(norms.median())
-    factors = ((1 - MARGIN) * bound / norms).clamp(max=1)
+    bound = float(gradients.norm(dim=1).median())
+    expected, norms, factors = loop(gradients, bound)
     clipping = Clipping.flat(ragged.objective.params, bound)
     for options in ({"chunk_size": 8}, {"chunk_size": 3}, {"chunk_size": "auto", "tokens": 12}):
         found = clipped(ragged, rows, clipping, **options)
-        torch.testing.assert_close(as_row(found.sums), factors @ gradients, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(as_row(found.sums), expected, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(found.records.norms, norms, rtol=1e-9, atol=0)
         torch.testing.assert_close(found.records.factors[:, 0], factors, rtol=1e-9, atol=0)
         torch.testing.assert_close(found.records.losses, ragged.losses(rows), rtol=1e-9, atol=0)
@@ -112,13 +118,10 @@ def test_ragged_records_of_few_shapes_are_replayed(kind: str) -> None:
     programs, replayed = SumPrograms(), []
     for step in range(8):
         rows = ragged.rows([1 + (step + 3 * place) % 7 for place in range(5 + step % 3)])
-        gradients = flat(ragged.gradients(rows))
-        norms = gradients.norm(dim=1)
-        bound = 0.5
-        factors = ((1 - MARGIN) * bound / norms).clamp(max=1)
-        clipping = Clipping.flat(ragged.objective.params, bound)
+        expected, *_ = loop(flat(ragged.gradients(rows)), 0.5)
+        clipping = Clipping.flat(ragged.objective.params, 0.5)
         found = clipped(ragged, rows, clipping, programs=programs, chunk_size=8, model_size=SMALL)
-        torch.testing.assert_close(as_row(found.sums), factors @ gradients, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(as_row(found.sums), expected, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(found.records.losses, ragged.losses(rows), rtol=1e-9, atol=0)
         replayed.append(programs.chunks)
     assert replayed[-1] >= 4
@@ -127,24 +130,28 @@ def test_ragged_records_of_few_shapes_are_replayed(kind: str) -> None:
 # -- records of several rows ---------------------------------------------------------------------------------
 
 
+OWNERS = [0, 1, 0, 2, 1, 0, 3, 2]  # of the rows of LENGTHS
+
+
+def of_users(ragged: Case, rows: Sequence[Row]) -> Tensor:
+    """[4, p]: the mean gradient of each one's rows."""
+    each, owners = flat(ragged.gradients(rows)), np.array(OWNERS)
+    return torch.stack([each[owners == own].mean(0) for own in range(4)])
+
+
 def reader_of(ragged: Case, rows: Sequence[Row], owners: list[int], **options: Any) -> RecordReader:
-    whole = ragged.block(rows)
-    records = Records.of_units(np.array(owners))
-    return RecordReader(records, whole, **options)
+    return RecordReader(Records.of_units(np.array(owners)), ragged.block(rows), **options)
 
 
 def test_records_of_ragged_rows_have_the_mean_gradient_of_their_rows() -> None:
     ragged = case("mean")
     rows = ragged.rows(LENGTHS)
-    owners = [0, 1, 0, 2, 1, 0, 3, 2]
-    reader = reader_of(ragged, rows, owners)
+    reader = reader_of(ragged, rows, OWNERS)
     reader.draw(np.arange(4))
     objective = ragged.objective
     stream = Stream(reader.loss_of(objective.loss), objective.params, reader, chunk_size=4, model_size=LARGE)
     found = flat(stream.gradients(range(4)).materialise())
-    each = flat(ragged.gradients(rows))
-    expected = torch.stack([each[[n for n, o in enumerate(owners) if o == own]].mean(0) for own in range(4)])
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found, of_users(ragged, rows), rtol=1e-9, atol=1e-12)
 
 
 def test_records_of_rows_of_unequal_length_without_a_mask_are_refused() -> None:
@@ -163,18 +170,16 @@ def test_records_of_rows_of_unequal_length_without_a_mask_are_refused() -> None:
 def test_record_streams_of_ragged_rows_are_clipped_like_a_loop_over_users() -> None:
     ragged = case("bert")
     rows = ragged.rows(LENGTHS)
-    owners = [0, 1, 0, 2, 1, 0, 3, 2]
     whole, objective = ragged.block(rows), ragged.objective
     streams = RecordStreams(
-        Records.of_units(np.array(owners)),
+        Records.of_units(np.array(OWNERS)),
         whole,
         objective.loss,
         objective.params,
         lambda loss, read: Stream(loss, objective.params, read, chunk_size=4, model_size=LARGE),
     )
-    each = flat(ragged.gradients(rows))
-    users = torch.stack([each[[n for n, o in enumerate(owners) if o == own]].mean(0) for own in range(4)])
+    users = of_users(ragged, rows)
     bound = float(users.norm(dim=1).median())
-    factors = ((1 - MARGIN) * bound / users.norm(dim=1)).clamp(max=1)
+    expected, *_ = loop(users, bound)
     found = streams.source(np.arange(4))(Clipping.flat(objective.params, bound))
-    torch.testing.assert_close(as_row(found.sums), factors @ users, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(as_row(found.sums), expected, rtol=1e-9, atol=1e-12)

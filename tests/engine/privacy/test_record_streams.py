@@ -21,7 +21,8 @@ from psgrad.engine.privacy.batches import RecordStreams
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.records import Records
 from psgrad.ragged import Block
-from tests.engine.privacy.test_records import rows_gradients, whole
+from tests.engine.privacy.test_records import whole
+from tests.oracles import one_sample_gradients
 
 SIZES = [1, 30, 2, 1, 3, 9, 1, 17, 2, 5]
 USERS = np.random.default_rng(0).permutation(np.repeat(np.arange(len(SIZES)), SIZES))
@@ -39,7 +40,7 @@ class Data:
             self.model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
         self.objective = Objective(self.model, nn.functional.cross_entropy)
         self.records = Records.of_units(USERS)
-        self.rows = rows_gradients(self.model, nn.functional.cross_entropy, (self.x,), self.y)
+        self.rows = one_sample_gradients(self.model, nn.functional.cross_entropy, (self.x,), self.y)
         self.read: list[tuple[int, ...]] = []
 
     def streams(self, **options: Any) -> RecordStreams:
@@ -94,11 +95,7 @@ def test_record_streams_sum_equals_the_loop(data: Data) -> None:
 def test_record_streams_short_records_in_narrow_batches(data: Data) -> None:
     """Rows alone have no axis of rows."""
     data.read.clear()
-    streams = data.streams()
-    result = streams.source(range(10))(Clipping.flat(data.rows, 0.2))
-    expected, _ = data.clipped(streams.drawn.tolist(), 0.2)
-    found = torch.cat([result.sums[name].flatten() for name in data.rows])
-    assert (found - expected).norm() <= 1e-9 * expected.norm()
+    data.streams().source(range(10))(Clipping.flat(data.rows, 0.2))
     assert {shape[1:-1] for shape in data.read} == {(), (2,), (4,), (8,), (16,), (32,)}
 
 

@@ -4,7 +4,6 @@ each is its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,30 +20,11 @@ from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.records import RecordReader, Records
 from psgrad.errors import DataError
 from psgrad.ragged import Block
+from tests.oracles import one_sample_gradients
 from tests.small_models import ARCHITECTURES
 
 USERS = np.array([3, 3, 1, 3, 2, 1, 1, 1, 9, 9, 2, 3, 3, 7])  # 5, 4, 2, 2 and 1 rows
 NAMES = [architecture.name for architecture in ARCHITECTURES]
-
-
-def rows_gradients(
-    model: nn.Module, criterion: Callable[..., Tensor], inputs: tuple[Tensor, ...], target: Tensor
-) -> dict[str, Tensor]:
-    """name -> [n, *shape], one row after another by PyTorch's autograd."""
-    parameters = dict(model.named_parameters())
-    rows = []
-    for row in range(len(target)):
-        loss = criterion(model(*[x[row : row + 1] for x in inputs])[0], target[row])
-        result = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        rows.append(
-            [
-                torch.zeros_like(p) if g is None else g
-                for p, g in zip(parameters.values(), result, strict=True)
-            ]
-        )
-    return {
-        name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)
-    }
 
 
 def stream_of(objective: Objective, reader: RecordReader, **options: Any) -> Stream:
@@ -107,10 +87,8 @@ def test_records_layer_stays_factored() -> None:
     reader.draw(range(5))
     gradients = stream_of(Objective(model, nn.functional.cross_entropy), reader).gradients(range(5))
     (placed,) = gradients.parts[0].gradients["0.weight"].terms
-    assert sorted(tuple(x.shape) for x in placed.term.factors) == [
-        (5, 1, 5, 50),
-        (5, 1, 5, 60),
-    ]  # users, 1, rows, features
+    shapes = sorted(tuple(x.shape) for x in placed.term.factors)
+    assert shapes == [(5, 1, 5, 50), (5, 1, 5, 60)]  # users, 1, rows, features
 
 
 def test_records_of_one_row_reading() -> None:
@@ -149,9 +127,8 @@ def test_records_rows_draw_independently() -> None:
     stream = Stream(loss, dict(model.named_parameters()), reader, randomness="different")
     torch.manual_seed(0)
     gradient = stream.gradients(range(2)).materialise()["1.weight"].squeeze(1)
-    kept = (
-        gradient * torch.from_numpy(reader.records.sizes[reader.drawn])[:, None] / 2
-    )  # each row is dropped, or kept and doubled
+    # each row is dropped, or kept and doubled
+    kept = gradient * torch.from_numpy(reader.records.sizes[reader.drawn])[:, None] / 2
     assert set(kept[0].round().tolist()) == {0, 1, 2, 3, 4, 5}
     assert set(kept[1].round().tolist()) == {0, 1, 2, 3, 4}
     assert (kept - kept.round()).abs().max() < 1e-5
@@ -165,7 +142,7 @@ def test_records_clipping_of_users(name: str) -> None:
     architecture = ARCHITECTURES[NAMES.index(name)]
     model = architecture.build(dtype=torch.float64)
     inputs, target = architecture.batch(len(USERS), dtype=torch.float64)
-    rows = rows_gradients(model, architecture.loss, inputs, target)
+    rows = one_sample_gradients(model, architecture.loss, inputs, target)
     records = Records.of_units(USERS, 4)
     reader = RecordReader(records, Block(inputs, target))
     reader.draw([4, 1, 0, 3])

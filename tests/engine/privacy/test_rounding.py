@@ -98,9 +98,8 @@ def noisy_column(dtype: torch.dtype, seed: int, target: bool, generator: Generat
 
 def weights_column(dtype: torch.dtype, seed: int, target: bool, generator: Generator) -> Tensor:
     """What plain SGD added to the column, from the weights before and after it."""
-    weights = nn.Parameter(
-        torch.zeros(OUTPUTS, 4, dtype=dtype)
-    )  # a difference of weights then has all bits that the update had
+    # a difference of weights then has all bits that the update had
+    weights = nn.Parameter(torch.zeros(OUTPUTS, 4, dtype=dtype))
     training = PrivateTraining(
         {"w": weights},
         lambda drawn: columns_source({"w": weights.detach()}, target, seed),

@@ -182,10 +182,8 @@ def bilinear(params: dict[str, Tensor], x: Tensor, k: Tensor) -> Tensor:
 def planted(left: list[float], right: list[float]) -> tuple[Tensor, Tensor]:
     """Five ordinary records, and one whose factors have this value at each position."""
     generator = torch.Generator().manual_seed(1)
-    x, k = (
-        torch.randn(5, POSITIONS, 200, generator=generator),
-        torch.randn(5, POSITIONS, 300, generator=generator),
-    )
+    x = torch.randn(5, POSITIONS, 200, generator=generator)
+    k = torch.randn(5, POSITIONS, 300, generator=generator)
     left_rows = torch.tensor(left).repeat(POSITIONS // len(left))[:, None].expand(POSITIONS, 200)
     right_rows = torch.tensor(right).repeat(POSITIONS // len(right))[:, None].expand(POSITIONS, 300)
     return torch.cat([x[:PLACE], left_rows[None], x[PLACE:]]), torch.cat(

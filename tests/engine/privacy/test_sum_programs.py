@@ -22,23 +22,10 @@ from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.loop import make_private
 from psgrad.engine.privacy.records import Records
 from psgrad.engine.privacy.sum_programs import SumPrograms
+from tests.engine.execution.test_chunk_replay import convolutional, perceptron
 
 TOGETHER = 8
 FEATURES, CLASSES = 6, 3
-
-
-def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
-
-
-def convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 2, 3)),
-        nn.Conv2d(1, 4, 2),
-        nn.GroupNorm(2, 4),
-        nn.Flatten(),
-        nn.Linear(8, CLASSES),
-    )
 
 
 class Branching(nn.Module):

@@ -52,11 +52,9 @@ def trained_alone(job: Job, recipe: Recipe) -> torch.Tensor:
         if recipe.optimizer == "sgd"
         else kinds[recipe.optimizer](model.parameters(), **options)
     )
-    random, step, steps = (
-        np.random.default_rng([job.seed, 1]),
-        0,
-        recipe.epochs * -(-len(job.rows) // recipe.batch_size),
-    )
+    random = np.random.default_rng([job.seed, 1])
+    step = 0
+    steps = recipe.epochs * -(-len(job.rows) // recipe.batch_size)
     for _ in range(recipe.epochs):
         for batch in torch.as_tensor(random.permutation(job.rows)).split(recipe.batch_size):
             left = 1 - step / steps

@@ -182,9 +182,8 @@ def test_metrics_leave_one_out_equals_scipy() -> None:
         np.mean([stats.spearmanr(scores[removed, q], rises[:, q]).statistic for q in range(M)])
     )
     assert result["a"].interval[0] < result["a"].pearson < result["a"].interval[1]
-    assert result["half"].slope == pytest.approx(
-        2 * line.slope
-    )  # a method that is off by a factor shows in the slope alone
+    # a method that is off by a factor shows in the slope alone
+    assert result["half"].slope == pytest.approx(2 * line.slope)
     assert result["half"].pearson == pytest.approx(result["a"].pearson)
 
 

@@ -84,9 +84,7 @@ def test_audit_game_false_alarm_rate() -> None:
 
 
 @pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
-def test_audit_game_scores_differ_by_sensitivity(
-    relation: Relation,
-) -> None:
+def test_audit_game_scores_differ_by_sensitivity(relation: Relation) -> None:
     """In units of the sensitivity, whatever the relation: the log likelihood ratio of N(far, z^2) to N(near,
     z^2) is 1/z^2 apart.
     """
@@ -142,9 +140,8 @@ def test_audit_game_scores_independent_of_other_records() -> None:
     game = Game(FLAT, canaries=500)
     alone, together = game.play(), game.play(records_source, 50)
     assert np.array_equal(alone.inside, together.inside)
-    assert together.scores == pytest.approx(
-        alone.scores, abs=grid_of(game.multiplier * 0.5) / 0.5
-    )  # in units of the sensitivity
+    # in units of the sensitivity
+    assert together.scores == pytest.approx(alone.scores, abs=grid_of(game.multiplier * 0.5) / 0.5)
     assert together.noise.alarms == []
     result = judge(together, game.events(), DELTA, 0.95)
     assert result.declared

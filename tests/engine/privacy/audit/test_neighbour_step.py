@@ -130,11 +130,9 @@ def test_neighbours_record_of_several_rows() -> None:
     three.
     """
     params, (x, y) = parameters(torch.float64), batch(torch.float64)
-    users, targets, weights = (
-        x.reshape(4, 3, FEATURES),
-        y.reshape(4, 3),
-        torch.ones(4, 3, dtype=torch.float64),
-    )
+    users = x.reshape(4, 3, FEATURES)
+    targets = y.reshape(4, 3)
+    weights = torch.ones(4, 3, dtype=torch.float64)
     of_one = record_loss(lambda params, inputs, target: loss(params, inputs[0], target), has_aux=False)
 
     def of_user(params: dict[str, Tensor], rows: Tensor, target: Tensor, each: Tensor) -> Tensor:

@@ -38,10 +38,8 @@ def noise_that(change: Callable[[dict[str, Tensor], float], dict[str, Tensor]]) 
         def add(
             self: Noise, sums: Mapping[str, Tensor], clipping: Clipping, relation: Relation, *rest: Any
         ) -> dict[str, Tensor]:
-            noisy, std = (
-                plain(self, sums, clipping, relation, *rest),
-                (self.standard_deviation(clipping.sensitivity(relation))),
-            )
+            noisy = plain(self, sums, clipping, relation, *rest)
+            std = self.standard_deviation(clipping.sensitivity(relation))
             noise = change({name: value.double() - sums[name] for name, value in noisy.items()}, std)
             grid = grid_of(std)
             return {name: ((sums[name] + noise[name]) / grid).round() * grid for name in sums}
@@ -141,11 +139,9 @@ def unrounded(patch: Patch) -> None:
 
 PLAIN = Game(FLAT, steps=4, canaries=500)
 DRAWN = Game(FLAT, sampling=TENTH, steps=20, canaries=4000)
-REPEATS, DRAWS, AGAIN = (
-    "a part that repeats another",
-    "how many records are drawn",
-    "records that come again in the next step",
-)
+REPEATS = "a part that repeats another"
+DRAWS = "how many records are drawn"
+AGAIN = "records that come again in the next step"
 FAULTS: dict[str, tuple[Callable[[Patch], None], Game, str]] = {
     "no noise": (noise_that(each(torch.zeros_like)), PLAIN, "spread"),
     "half the noise": (noise_that(each(lambda noise: noise / 2)), PLAIN, "spread"),
