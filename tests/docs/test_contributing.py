@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.docs.pages import ROOT, block
 from tests.workplace import ROWS, Workplace
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-
-
-def block(page: str, words: str) -> str:
-    """The one Python block of a page with these words."""
-    (found,) = (each for each in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if words in each)
-    return str(found)
 
 
 @pytest.mark.sweep
@@ -32,7 +25,7 @@ def test_the_command_runs(workplace: Workplace, tmp_path: Path) -> None:
     ):
         folder = tmp_path / package
         folder.mkdir()
-        (folder / "count_rows.py").write_text(block(PAGE, words), encoding="utf-8")
+        (folder / "count_rows.py").write_text(block(PAGE, "python", words), encoding="utf-8")
         script += f"importlib.import_module({package!r}).__path__.append({str(folder)!r})\n"
     script += "from psgrad.cli import main\nfrom psgrad.cli.app import app\n"
     script += "from psgrad.cli.command import with_boundary\nfrom psgrad.cli.count_rows import count_rows\n"

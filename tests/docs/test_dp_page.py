@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import shlex
 import statistics
 import subprocess
 import sys
@@ -25,25 +24,11 @@ from typer.testing import CliRunner
 from psgrad.cli.app import app
 from psgrad.config import PrivacyConfig, load_config
 from psgrad.run.results.privacy import STEP_KEYS
+from tests.docs.pages import README, ROOT, blocks, shown, stored, table
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "private-training.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 CONFIG, EXAMPLE = ROOT / "configs" / "digits-dp.yaml", ROOT / "configs" / "digits-dp"
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
-
-
-def shown(words: str) -> tuple[list[str], list[str]]:
-    """The arguments of the command on the page that has these words, and the lines that the page has below
-    it.
-    """
-    command, *lines = next(
-        block for block in blocks("console") if words in block.partition("\n")[0]
-    ).splitlines()
-    return shlex.split(command.removeprefix("$ ")), lines
 
 
 def psgrad(*arguments: str) -> str:
@@ -75,7 +60,7 @@ def names(two_steps: tuple[Path, str, float], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(two_steps[0])
     torch.manual_seed(0)
     names: dict[str, Any] = {}
-    for block in blocks("python"):
+    for block in blocks(TEXT, "python"):
         line = TEXT[: TEXT.index(block)].count("\n")
         exec(compile("\n" * line + block, str(PAGE), "exec"), names)
     Path("model.pt").unlink()  # what the page's own loop saves is no file of the run
@@ -112,13 +97,13 @@ def privacy_of(section: str, folder: Path) -> PrivacyConfig:
 
 
 def test_the_config_of_the_page_is_a_config(tmp_path: Path) -> None:
-    privacy = privacy_of(blocks("yaml")[0], tmp_path)
+    privacy = privacy_of(blocks(TEXT, "yaml")[0], tmp_path)
     assert {"steps", "delta", "sampling", "clipping", "noise", "optimizer"} <= privacy.model_fields_set
 
 
 @pytest.mark.sweep
 def test_the_plan_is_the_one_shown(tmp_path: Path) -> None:
-    _, lines = shown("--plan")
+    _, lines = shown(TEXT, "--plan")
     told = psgrad("dp-step", str(CONFIG), "--plan", "--output", str(tmp_path / "run")).splitlines()
     assert told == lines
     assert not list(tmp_path.iterdir())
@@ -128,7 +113,7 @@ def test_the_plan_is_the_one_shown(tmp_path: Path) -> None:
 def test_what_the_run_says_is_what_the_config_leads_to(two_steps: tuple[Path, str, float]) -> None:
     """The figures of the run that the page shows follow from the config: those of the plan hold here, too."""
     stated = json.loads(two_steps[1])
-    _, lines = shown("--steps 150")
+    _, lines = shown(TEXT, "--steps 150")
     told = dict(re.split(r"  +", line, maxsplit=1) for line in lines if "  " in line)
     assert told["after"].startswith("150 of 150 planned steps")
     assert f"= {stated['noise_multiplier']:.4g} x sensitivity {stated['sensitivity']:.4g}" in told["noise"]
@@ -153,24 +138,22 @@ def test_files_that_the_page_names_are_written(two_steps: tuple[Path, str, float
 
 
 def test_the_table_of_accuracies_is_the_stored_result() -> None:
-    stored = json.loads((ROOT / "benchmarks" / "results" / "dp-utility-cpu.json").read_text(encoding="utf-8"))
-    last = {side: [seed[-1] for seed in seeds] for side, seeds in stored["accuracy"].items()}
+    found = stored("dp-utility-cpu")
+    last = {side: [seed[-1] for seed in seeds] for side, seeds in found["accuracy"].items()}
     expected = [
         [f"{statistics.mean(right):.1f} %", f"{statistics.stdev(right):.1f}"] for right in last.values()
     ]
-    table = TEXT[TEXT.index("| after 150 steps") :].split("\n\n")[0].splitlines()[2:]
     assert list(last) == ["psgrad", "opacus"]
-    assert [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in table] == expected
-    assert stored["settings"]["steps"] == 150
-    assert stored["epsilon"]["psgrad, pld"] == pytest.approx(3.0, abs=0.01)
+    assert table(TEXT, "| after 150 steps") == expected
+    assert found["settings"]["steps"] == 150
+    assert found["epsilon"]["psgrad, pld"] == pytest.approx(3.0, abs=0.01)
 
 
 def test_the_readme_shows_lines_of_the_page() -> None:
-    readme = re.findall(
-        r"```console\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    (private,) = (block.splitlines() for block in blocks(README, "console") if "digits-dp" in block)
+    whole = next(
+        block.splitlines() for block in blocks(TEXT, "console") if block.startswith(private[0] + "\n")
     )
-    (private,) = (block.splitlines() for block in readme if "digits-dp" in block)
-    whole = next(block.splitlines() for block in blocks("console") if block.startswith(private[0] + "\n"))
     assert len(private) >= 4
     assert [line for line in whole if line in private] == [line for line in private if line != "..."]
 
@@ -199,36 +182,6 @@ def test_the_public_record_has_its_keys(two_steps: tuple[Path, str, float]) -> N
     assert stated["noise_std"] == pytest.approx(stated["noise_multiplier"] * stated["sensitivity"])
     assert 0 < stated["epsilon_pld"] <= stated["epsilon_rdp"] < stated["planned_epsilon_rdp"]
     assert 2.99 < stated["planned_epsilon_pld"] <= 3.0
-
-
-@pytest.mark.long
-def test_public_files_say_nothing_of_how_many_records_there_are(two_steps: tuple[Path, str, float]) -> None:
-    public = two_steps[0] / "public"
-    manifest = json.loads((two_steps[0] / "manifest.json").read_text(encoding="utf-8"))
-    del manifest["config"]  # it is public beforehand, with the names of all its keys
-    lines = (public / "ledger.jsonl").read_text(encoding="utf-8").splitlines()
-    everything = [
-        manifest,
-        json.loads((public / "step.json").read_text(encoding="utf-8")),
-        *map(json.loads, lines),
-    ]
-    # How records are computed is a key of the config, too, and no number of them.
-    text = json.dumps(everything).replace('"records": "together"', "")
-    with np.load(EXAMPLE / "train.npz") as data:
-        assert not re.search(rf"(?<![\w.]){len(data['label'])}(?![\w.])", text)
-    keys = set(re.findall(r'"(\w+)":', text))
-    assert not keys & {
-        "batch_size",
-        "records",
-        "rows",
-        "count",
-        "losses",
-        "seconds",
-        "timings",
-        "time",
-        "fingerprint",
-        "chunk_size",
-    }
 
 
 def test_the_released_weights_are_finite_and_fit_the_model(two_steps: tuple[Path, str, float]) -> None:

@@ -19,15 +19,10 @@ from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.quality.detector import detect, detector_from
 from psgrad.ragged import Block
+from tests.docs.pages import DOCS, block
 from tests.workplace import Workplace
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "extending.md").read_text(encoding="utf-8")
-
-
-def block(page: str, words: str) -> str:
-    """The one Python block of a page with these words."""
-    (found,) = (each for each in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if words in each)
-    return str(found)
+PAGE = (DOCS / "guides" / "extending.md").read_text(encoding="utf-8")
 
 
 def register(
@@ -44,7 +39,7 @@ def register(
 
 @pytest.mark.long
 def test_the_measure_is_computed_as_the_first_command_of_the_page_says(workplace: Workplace) -> None:
-    (workplace.folder / "mine.py").write_text(block(PAGE, "LossPerNorm"), encoding="utf-8")
+    (workplace.folder / "mine.py").write_text(block(PAGE, "python", "LossPerNorm"), encoding="utf-8")
     (option,) = re.findall(r"--set (analyze.measures=\S+)", PAGE)
     workplace.succeeded("--set", option)
     samples = workplace.samples()
@@ -53,7 +48,7 @@ def test_the_measure_is_computed_as_the_first_command_of_the_page_says(workplace
 
 def test_scores_of_the_method_are_those_of_a_plain_loop() -> None:
     names: dict[str, Any] = {}
-    exec(block(PAGE, "DiagonalFisher(Method)"), names)
+    exec(block(PAGE, "python", "DiagonalFisher(Method)"), names)
     model = nn.Linear(4, 3)
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -75,7 +70,7 @@ def test_scores_of_the_method_are_those_of_a_plain_loop() -> None:
 
 
 def test_the_detector_scores_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = block(PAGE, "DistanceToMean")
+    source = block(PAGE, "python", "DistanceToMean")
     register("detectors", "distance_to_mean", "DistanceToMean", source, tmp_path, monkeypatch)
     rows, reference = np.arange(8.0).reshape(4, 2), np.zeros((3, 2))
     found = detect(detector_from("distance_to_mean", {"power": 2.0}), rows, reference, seed=0)
@@ -83,7 +78,7 @@ def test_the_detector_scores_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_loss_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    register("losses", "log_cosh", "LogCosh", block(PAGE, "LogCosh"), tmp_path, monkeypatch)
+    register("losses", "log_cosh", "LogCosh", block(PAGE, "python", "LogCosh"), tmp_path, monkeypatch)
     loss = resolve_loss(LossConfig(name="log_cosh", scale=2.0), Path())
     found = loss.function(torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0])).item()
     assert found == pytest.approx(np.log(np.cosh(1)) / 2)

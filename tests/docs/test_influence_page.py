@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from psgrad.plugins import METHODS, own_classes
 from psgrad.run.folders import OWN_ENTRIES
 from psgrad.run.results.influence import SCORE_COLUMNS
 from psgrad.run.results.influence_evaluation import EVALUATION_COLUMNS
+from tests.docs.pages import ROOT, blocks, stored, table_below
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "influence.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 METHODS_PAGE = (ROOT / "docs" / "explanation" / "influence.md").read_text(encoding="utf-8")
@@ -31,15 +30,11 @@ RESULTS = (ROOT / "benchmarks" / "influence-results.md").read_text(encoding="utf
 CONFIG = ROOT / "configs" / "digits-influence.yaml"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The example's run folder, and what the command of the page printed."""
     folder = tmp_path_factory.mktemp("influence") / "run"
-    command, *_ = blocks("console")[0].splitlines()
+    command, *_ = blocks(TEXT, "console")[0].splitlines()
     arguments = shlex.split(command.removeprefix("$ psgrad "))
     arguments[arguments.index("configs/digits-influence.yaml")] = str(CONFIG)
     done = CliRunner().invoke(app, [*arguments, "--output", str(folder)])
@@ -50,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_the_code_of_the_page_runs() -> None:
     torch.manual_seed(0)
     names: dict[str, Any] = {}
-    for block in blocks("python"):
+    for block in blocks(TEXT, "python"):
         if "def train(" in block:
             continue  # a signature, with nothing in it
         line = TEXT[: TEXT.index(block)].count("\n")
@@ -88,7 +83,7 @@ def test_the_code_of_the_page_runs() -> None:
 
 def test_the_config_of_the_page_loads(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
-        next(block for block in blocks("yaml") if block.startswith("version")), encoding="utf-8"
+        next(block for block in blocks(TEXT, "yaml") if block.startswith("version")), encoding="utf-8"
     )
     shown = load_config(tmp_path / "config.yaml").influence
     assert shown.model_fields_set == set(type(shown).model_fields), "a key that the page does not show"
@@ -120,7 +115,7 @@ def test_the_command_prints_what_the_page_shows(run: tuple[Path, str]) -> None:
     """Words and ids; digits of scores differ from machine to machine."""
     shown = [
         line.split()
-        for line in blocks("console")[0].splitlines()[1:]
+        for line in blocks(TEXT, "console")[0].splitlines()[1:]
         if not line.startswith(("self-check", "scores:"))
     ]
     printed = [line.split() for line in run[1].splitlines()]
@@ -148,23 +143,6 @@ def test_the_example_knows_what_the_page_says_it_knows(run: tuple[Path, str]) ->
     assert manifest["influence"]["predicts_removal"] is True
 
 
-def stored(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    return found
-
-
-def table_below(title: str) -> list[list[str]]:
-    """The rows of the first table below a title, cell by cell."""
-    lines = RESULTS[RESULTS.index(title) :].splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith("|---"))
-    rows = []
-    for line in lines[first + 1 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
-
-
 def test_the_datamodeling_scores_are_the_stored_ones() -> None:
     content = stored("influence-quality-cpu")
     known = {
@@ -175,7 +153,7 @@ def test_the_datamodeling_scores_are_the_stored_ones() -> None:
         )
         for row in content["rows"]
     }
-    rows = table_below("## Linear datamodeling scores")
+    rows = table_below(RESULTS, "## Linear datamodeling scores")
     assert len(rows) >= 25
     for _, models, default, tuned in rows:
         assert (int(models), False, default) in known
@@ -188,7 +166,7 @@ def test_the_datamodeling_scores_are_the_stored_ones() -> None:
 
 def test_the_agreement_with_others_is_the_stored_one() -> None:
     content = stored("influence-agreement-cpu")
-    rows = table_below("## Agreement with other libraries")
+    rows = table_below(RESULTS, "## Agreement with other libraries")
     assert [row[1] for row in rows] == [each["name"] for each in content["comparisons"]]
     for row, each in zip(rows, content["comparisons"], strict=True):
         assert row[3] == (f"{each['error']:.1e}" if each["same"] else f"Spearman {each['spearman']:.7f}")
@@ -197,7 +175,9 @@ def test_the_agreement_with_others_is_the_stored_one() -> None:
 
 def test_the_seconds_are_the_stored_ones() -> None:
     content = stored("influence-speed-cpu")
-    for (_, ours, others), task in zip(table_below("## Speed"), ("gradient_dot", "ekfac"), strict=True):
+    for (_, ours, others), task in zip(
+        table_below(RESULTS, "## Speed"), ("gradient_dot", "ekfac"), strict=True
+    ):
         assert ours == f"{content[task]['seconds']['psgrad']['median']:.3f} s"
         for words in others.split(", "):
             library, *_, seconds, _ = words.split()

@@ -17,10 +17,10 @@ from psgrad.commands.measure_setup import RESERVED
 from psgrad.config import load_config
 from psgrad.plugins import MEASURES, own_classes
 from tests.commands.same_runs import assert_same_runs
+from tests.docs.pages import ROOT, block
 from tests.forked_ranks import run_ranks
 from tools import measures_page
 
-ROOT = Path(__file__).parents[2]
 TEXT = measures_page.PAGE.read_text(encoding="utf-8")
 
 
@@ -31,14 +31,6 @@ def module_at(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def block(language: str, words: str) -> str:
-    """The one block of this language that has these words."""
-    (found,) = (
-        each for each in re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL) if words in each
-    )
-    return str(found)
 
 
 @pytest.fixture
@@ -65,7 +57,7 @@ def test_every_measure_says_what_it_is(name: str) -> None:
 
 
 def test_the_config_of_the_page_runs(folder: Path) -> None:
-    (folder / "config.yaml").write_text(block("yaml", "version: 1"), encoding="utf-8")
+    (folder / "config.yaml").write_text(block(TEXT, "yaml", "version: 1"), encoding="utf-8")
     result = analyze(load_config(folder / "config.yaml"), limit=200, report=False)
     assert {"margin", "cosine_to_class_mean"} <= set(result.samples)
     assert result.measures["noise_scale"].numbers["resamples"] == 500
@@ -73,10 +65,10 @@ def test_the_config_of_the_page_runs(folder: Path) -> None:
 
 def write_measure_of_the_page(folder: Path) -> None:
     """The module, and a config that uses it."""
-    (folder / "measures_of_mine.py").write_text(block("python", "WeightDecayPull"), encoding="utf-8")
+    (folder / "measures_of_mine.py").write_text(block(TEXT, "python", "WeightDecayPull"), encoding="utf-8")
     config = (
-        block("yaml", "version: 1").partition("analyze:")[0]
-        + block("yaml", "measures_of_mine")
+        block(TEXT, "yaml", "version: 1").partition("analyze:")[0]
+        + block(TEXT, "yaml", "measures_of_mine")
         + "output: run\n"
     )
     (folder / "config.yaml").write_text(config, encoding="utf-8")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import re
 from pathlib import Path
@@ -19,21 +17,13 @@ from psgrad.plugins import DETECTORS, own_classes
 from psgrad.quality.baselines import SAVED_ROWS
 from psgrad.quality.conformal import resolution
 from psgrad.run.results import SAMPLE_COLUMNS
+from tests.docs.pages import ROOT, stored, table_below
 
-ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "explanation" / "outliers.md").read_text(encoding="utf-8")
 MEASURED = (ROOT / "benchmarks" / "outliers.md").read_text(encoding="utf-8")
 MEASURED_WORDS = " ".join(MEASURED.split())
 CONFIG = ROOT / "configs" / "digits-gate.yaml"
-STORED = json.loads((ROOT / "benchmarks" / "results" / "outliers-cpu.json").read_text(encoding="utf-8"))
-
-
-def table_below(title: str, page: str = TEXT) -> list[list[str]]:
-    """The rows of the first table below a title of a page, cell by cell."""
-    lines = page[page.index(title) :].splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith("|---"))
-    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[first + 1 :])
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
+STORED = stored("outliers-cpu")
 
 
 def shown(value: float | None) -> str:
@@ -52,7 +42,7 @@ def test_the_config_of_the_page_is_the_example_and_shows_every_key(tmp_path: Pat
 
 
 def test_every_column_is_on_the_page_in_order() -> None:
-    named = [name for row in table_below("## The columns") for name in re.findall(r"`(\w+)`", row[0])]
+    named = [name for row in table_below(TEXT, "## The columns") for name in re.findall(r"`(\w+)`", row[0])]
     assert named == list(SAMPLE_COLUMNS)
 
 
@@ -87,7 +77,7 @@ def test_the_example_flags_what_the_page_says(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_resolution_is_that_of_the_code() -> None:
-    for known, *limits in table_below("### What a reference can show"):
+    for known, *limits in table_below(TEXT, "### What a reference can show"):
         for tests, limit in zip((200, 1000, 10_000, 100_000), limits, strict=True):
             smallest = resolution({"all": tests}, {"all": int(known.replace(",", ""))}, 0.1).smallest
             assert limit == ("none" if smallest is None else f"{smallest:,}")
@@ -96,7 +86,7 @@ def test_the_resolution_is_that_of_the_code() -> None:
 @pytest.mark.parametrize("setting", ["both trained on", "both held out"])
 def test_the_measured_tables_are_the_stored_ones(setting: str) -> None:
     found = STORED["found"][setting]
-    rows = table_below(f"## {setting.capitalize()}", MEASURED)
+    rows = table_below(MEASURED, f"## {setting.capitalize()}")
     assert [row[0] for row in rows] == list(found["0"])
     for rule, clean, *rest in rows:
         assert clean == shown(found["0"][rule]["flagged"])
@@ -108,7 +98,7 @@ def test_the_measured_tables_are_the_stored_ones(setting: str) -> None:
 
 
 def test_the_table_of_what_is_not_exchangeable_is_the_stored_one() -> None:
-    for rule, *cells in table_below("## Not exchangeable", MEASURED):
+    for rule, *cells in table_below(MEASURED, "## Not exchangeable"):
         settings = ("only the judged", "only the reference")
         assert cells == [
             shown(STORED["found"][each]["0.03"][rule][key])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,33 +13,13 @@ from pathlib import Path
 import pytest
 
 from psgrad.config import load_config
+from tests.docs.pages import DOCS, README, ROOT, blocks, shown, stored, table
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 ANALYZE = (DOCS / "guides" / "analyze.md").read_text(encoding="utf-8")
 LIBRARY = (DOCS / "guides" / "library.md").read_text(encoding="utf-8")
 CONFIG = (DOCS / "reference" / "config.md").read_text(encoding="utf-8")
 COSTS = (ROOT / "benchmarks" / "costs.md").read_text(encoding="utf-8")
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
-
-
-def shown(text: str, words: str) -> tuple[list[str], list[str]]:
-    """The arguments of the command of a page that has these words, and the lines below it."""
-    command, *lines = next(
-        block for block in blocks(text, "console") if words in block.partition("\n")[0]
-    ).splitlines()
-    return shlex.split(command.removeprefix("$ ")), lines
-
-
-def table(text: str, first_line: str) -> list[list[str]]:
-    """The cells of the table whose first line begins so, without its first column."""
-    lines = text[text.index(first_line) :].split("\n\n")[0].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in lines]
 
 
 def psgrad(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -250,9 +229,8 @@ def test_the_operators_are_listed_as_shown() -> None:
 
 @pytest.mark.parametrize("page", [README, COSTS], ids=["README", "costs"])
 def test_the_benchmark_table_is_the_stored_result(page: str) -> None:
-    stored = json.loads((ROOT / "benchmarks" / "results" / "cpu-2-cores.json").read_text(encoding="utf-8"))
     expected = []
-    for case in stored["cases"].values():
+    for case in stored("cpu-2-cores")["cases"].values():
         medians = {way: timing["median"] for way, timing in case["seconds"].items()}
         expected.append(
             [f"{medians[way] / medians['plain']:.2f}" for way in ("torch.func", "norms", "clipped")]
@@ -261,9 +239,8 @@ def test_the_benchmark_table_is_the_stored_result(page: str) -> None:
 
 
 def test_the_table_of_rivals_is_the_stored_result() -> None:
-    stored = json.loads((ROOT / "benchmarks" / "results" / "rivals-cpu.json").read_text(encoding="utf-8"))
     expected = []
-    for case in stored["cases"].values():
+    for case in stored("rivals-cpu")["cases"].values():
         cells = []
         for task in ("norms", "clipped", "materialised"):
             medians = {way: timing["median"] for way, timing in case[task]["seconds"].items()}
@@ -275,9 +252,8 @@ def test_the_table_of_rivals_is_the_stored_result() -> None:
 
 
 def test_the_table_of_private_steps_is_the_stored_result() -> None:
-    stored = json.loads((ROOT / "benchmarks" / "results" / "dp-step-cpu.json").read_text(encoding="utf-8"))
     expected = []
-    for case in stored["cases"].values():
+    for case in stored("dp-step-cpu")["cases"].values():
         ratios = {
             way: timing["median"] / case["seconds"]["plain"]["median"]
             for way, timing in case["seconds"].items()
@@ -293,21 +269,20 @@ def test_the_table_of_private_steps_is_the_stored_result() -> None:
 
 
 def test_the_overhead_table_is_the_stored_result() -> None:
-    stored = json.loads((ROOT / "benchmarks" / "results" / "overhead-cpu.json").read_text(encoding="utf-8"))
-    expected = []
-    for found in stored["networks"].values():
+    expected, networks = [], stored("overhead-cpu")["networks"].values()
+    for found in networks:
         further, rival = found["each further chunk"], found.get("torch.func")
         ratios = ["refused" if rival is None else f"{each / rival:.2f}" for each in further.values()]
         expected.append([*ratios, f"{further['512'] / found['plain']:.2f}"])
     assert table(COSTS, "| network, further chunks of") == expected
     sums = []
-    for found in stored["networks"].values():
+    for found in networks:
         rival = found["clipped sums"].get("torch.func")
         words = "refused" if rival is None else f"{rival / found['plain']:.2f}"
         sums.append([f"{found['clipped sums']['psgrad'] / found['plain']:.2f}", words])
     assert table(COSTS, "| network, a clipped sum of") == sums
     steps = []
-    for found in stored["networks"].values():
+    for found in networks:
         if "private steps" in found:
             taken = found["private steps"]
             rivals = {way: seconds for way, seconds in taken.items() if way.startswith("Opacus")}

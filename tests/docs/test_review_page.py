@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
-
 import yaml
 
 from psgrad.config import Config
 from psgrad.config.analysis import ReviewConfig
 from psgrad.run.results.review import ReviewResult
+from tests.docs.pages import ROOT, blocks, stored
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guides" / "review.md").read_text(encoding="utf-8")
-STORED = json.loads((ROOT / "benchmarks" / "results" / "review-cpu.json").read_text(encoding="utf-8"))
+STORED = stored("review-cpu")
 
 
 def test_the_config_of_the_page_is_one() -> None:
-    found = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-    section = yaml.safe_load(found[0])["review"]
+    section = yaml.safe_load(blocks(PAGE, "yaml")[0])["review"]
     assert set(section) | {"group"} == set(ReviewConfig.model_fields)
     assert ReviewConfig.model_validate(section).max_suspect == 5
     assert "review" in Config.model_fields

@@ -14,7 +14,7 @@ from PIL import Image
 import psgrad
 from psgrad.config.model import TASKS
 from tests.commands.test_text_commands import write_adapter
-from tests.docs.test_readme import DOCS, README, blocks
+from tests.docs.pages import DOCS, README, blocks
 from tests.hugging_face import CHAT_TEMPLATE, tiny_model, tiny_tokenizer, transformers
 
 GUIDES = DOCS / "guides" / "tasks"
