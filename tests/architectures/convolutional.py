@@ -154,20 +154,6 @@ def volumes() -> nn.Module:
     )
 
 
-class SpatialTransformer(nn.Module):
-    """The image looked at through a grid that the image itself bends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.where = nn.Sequential(nn.Flatten(), nn.Linear(64, 6))
-        self.seen = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        theta = 0.2 * self.where(x).view(-1, 2, 3) + torch.eye(2, 3, dtype=x.dtype, device=x.device)
-        grid = F.affine_grid(theta, list(x.shape), align_corners=False)
-        return self.seen(F.grid_sample(x, grid, align_corners=False))
-
-
 class FeaturePyramid(nn.Module):
     """A detector: levels of several sizes, joined from the top down, with class and box heads that all levels
     share.
@@ -216,7 +202,6 @@ ARCHITECTURES = (
         for name, up in UPSAMPLINGS.items()
     ),
     Architecture("volumes", volumes, lambda n: (torch.randn(n, 1, 7, 7, 7), torch.randint(CLASSES, (n,)))),
-    Architecture("spatial-transformer", SpatialTransformer, draw_images(1, 8)),
     Architecture(
         "feature-pyramid",
         FeaturePyramid,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,11 +20,6 @@ def draw_classified(n: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, WIDTH), torch.randint(CLASSES, (n,))
 
 
-def drawn_like(x: Tensor) -> Tensor:
-    """The same noise in every precision."""
-    return torch.randn_like(x, dtype=torch.float32).to(x.dtype)
-
-
 class VariationalAutoencoder(nn.Module):
     """Draws its code around a mean; the same noise at every call, so that a sample's gradient is one
     number.
@@ -40,7 +33,8 @@ class VariationalAutoencoder(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torch.manual_seed(0)
         mean, log_variance = self.encoder(x).chunk(2, dim=-1)
-        code = mean + drawn_like(mean) * (log_variance / 2).exp()
+        noise = torch.randn_like(mean, dtype=torch.float32).to(mean.dtype)  # the same in every precision
+        code = mean + noise * (log_variance / 2).exp()
         return self.decoder(code), mean, log_variance
 
 
@@ -50,21 +44,6 @@ def evidence_bound(output: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Ten
         F.mse_loss(rebuilt, target, reduction="sum")
         - 0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum()
     )
-
-
-class Diffusion(nn.Module):
-    """Told the noise level, guesses the noise; level and noise are drawn inside, the same at every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = nn.Sequential(nn.Linear(WIDTH + 2, 8), nn.SiLU(), nn.Linear(8, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch.manual_seed(0)
-        angle = 0.5 * math.pi * torch.rand(len(x), 1, device=x.device).to(x.dtype)
-        noise = drawn_like(x)
-        noisy = angle.cos() * x + angle.sin() * noise
-        return self.network(torch.cat([noisy, angle.cos(), angle.sin()], dim=1)) - noise
 
 
 class Coupling(nn.Module):
@@ -167,7 +146,6 @@ ARCHITECTURES = (
     Architecture(
         "variational-autoencoder", VariationalAutoencoder, draw_vectors, evidence_bound, randomness="same"
     ),
-    Architecture("diffusion", Diffusion, draw_vectors, lambda o, y: o.square().mean(), randomness="same"),
     Architecture("normalising-flow", Coupling, draw_vectors, negative_log_likelihood),
     Architecture(
         "tied-autoencoder",

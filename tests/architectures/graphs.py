@@ -71,24 +71,7 @@ class Attention(Graph):
         return self.head(F.elu(torch.zeros_like(values).index_add_(0, target, messages)).sum(0))
 
 
-class PointSet(nn.Module):
-    """PointNet: the same network at each point, then the largest of each feature; distances to learned points
-    beside it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.points = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 6))
-        self.anchors = nn.Parameter(torch.randn(4, 3))
-        self.head = nn.Linear(10, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        nearest = (x[:, :, None] - self.anchors).norm(dim=-1).amin(1)
-        return self.head(torch.cat([self.points(x).amax(1), nearest], dim=1))
-
-
 ARCHITECTURES = (
     Architecture("graph-convolution", Convolution, draw_graphs),
     Architecture("graph-attention", Attention, draw_graphs),
-    Architecture("point-set", PointSet, lambda n: (torch.randn(n, 6, 3), torch.randint(CLASSES, (n,)))),
 )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.small_models import CLASSES, VOCABULARY, Architecture, draw_passages
+from tests.small_models import CLASSES, Architecture
 
 WIDTH, TIMES = 4, 6
 
@@ -71,19 +70,6 @@ class Cells(nn.Module):
         return self.head(state[0] if isinstance(state, tuple) else state)
 
 
-class Tagger(nn.Module):
-    """Words read both ways by two layers, with a label for each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(VOCABULARY, WIDTH)
-        self.layer = nn.LSTM(WIDTH, 3, num_layers=2, bidirectional=True, batch_first=True)
-        self.head = nn.Linear(6, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layer(self.words(tokens))[0])
-
-
 class ByHand(nn.Module):
     """A recurrence of bare parameters, written into an array as it goes."""
 
@@ -125,5 +111,4 @@ ARCHITECTURES = (
     Architecture("gru-cell", lambda: Cells(nn.GRUCell(WIDTH, 5)), draw_sequences),
     Architecture("rnn-cell", lambda: Cells(nn.RNNCell(WIDTH, 5)), draw_sequences),
     Architecture("recurrence-by-hand", ByHand, draw_sequences),
-    Architecture("tagger", Tagger, draw_passages, F.cross_entropy),
 )

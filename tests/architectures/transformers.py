@@ -194,22 +194,6 @@ class CrossAttention(nn.Module):
         return self.head(read.mean(1)) + weights.square().sum((1, 2))[:, None]
 
 
-class LinearAttention(nn.Module):
-    """Attention as running sums of outer products: keys and values are added up along the sequence."""
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.words = nn.Embedding(VOCABULARY, width)
-        self.projection, self.head = nn.Linear(width, 3 * width), nn.Linear(width, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        q, k, v = self.projection(self.words(tokens)).chunk(3, dim=-1)
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-        seen = torch.einsum("nti,nto->ntio", k, v).cumsum(1)
-        mixed = torch.einsum("nti,ntio->nto", q, seen) / (q * k.cumsum(1)).sum(-1, keepdim=True)
-        return self.head(mixed)
-
-
 def with_balance(output: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy and a term that keeps the logits small, as large models are trained."""
     return F.cross_entropy(output, target) + 1e-2 * output.logsumexp(-1).square().mean()
@@ -223,5 +207,4 @@ ARCHITECTURES = (
     Architecture("torch-transformer", TorchTransformer, draw_translations),
     Architecture("lora", adapted_llama, draw_passages),
     Architecture("perceiver", CrossAttention, lambda n: (torch.randn(n, 6, 5), torch.randint(CLASSES, (n,)))),
-    Architecture("linear-attention", LinearAttention, draw_passages),
 )

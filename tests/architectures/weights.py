@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from tests.small_models import CLASSES, VOCABULARY, Architecture, draw_images, draw_passages
 
@@ -24,61 +24,8 @@ def reparametrised(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return nn.Sequential(wrap(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
 
 
-class Symmetric(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.triu() + weight.triu(1).mT
-
-
-class Skew(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        upper = weight.triu(1)
-        return upper - upper.mT
-
-
-class Rotation(nn.Module):
-    """The Cayley transform of a skew matrix."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        one = torch.eye(weight.shape[-1], dtype=weight.dtype, device=weight.device)
-        return torch.linalg.solve(one + weight, one - weight)
-
-
-def symmetric(layer: nn.Module) -> nn.Module:
-    return parametrize.register_parametrization(layer, "weight", Symmetric())
-
-
-def rotation(layer: nn.Module) -> nn.Module:
-    parametrize.register_parametrization(layer, "weight", Skew())
-    return parametrize.register_parametrization(layer, "weight", Rotation())
-
-
 def exponential(layer: nn.Module) -> nn.Module:
     return parametrizations.orthogonal(layer, orthogonal_map="matrix_exp", use_trivialization=False)
-
-
-def standardised_convolutions() -> nn.Module:
-    """Kernels with zero mean and unit variance (weight standardisation), before a GroupNorm."""
-
-    class Standardised(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            mean, variance = weight.mean((1, 2, 3), keepdim=True), weight.var((1, 2, 3), keepdim=True)
-            return (weight - mean) / torch.sqrt(variance + 1e-5)
-
-    layer = parametrize.register_parametrization(nn.Conv2d(3, 4, 3), "weight", Standardised())
-    return nn.Sequential(layer, nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, CLASSES))
-
-
-class Hypernetwork(nn.Module):
-    """A network that is given part of the sample and makes the weights of another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maker = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3 * CLASSES + CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = self.maker(x[:, :2])
-        weight, bias = made[:, : 3 * CLASSES].view(-1, CLASSES, 3), made[:, 3 * CLASSES :]
-        return torch.baddbmm(bias[..., None], weight, x[:, 2:, None]).squeeze(-1)
 
 
 class LayerHypernetwork(nn.Module):
@@ -126,21 +73,6 @@ class SharedLayers(nn.Module):
         return x @ self.factor.weight @ self.words.weight.t()
 
 
-class Binarised(nn.Module):
-    """Weights and activations by their signs, with gradients straight through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        def sign(value: Tensor) -> Tensor:
-            return value + (value.sign() - value).detach()
-
-        hidden = sign(torch.tanh(F.linear(x, sign(self.first.weight), self.first.bias)))
-        return F.linear(hidden, self.second.weight * self.second.weight.abs().mean(), self.second.bias)
-
-
 class Structured(nn.Module):
     """Weights by Kronecker product, by a circulant (in the frequency domain) and by a butterfly of small
     blocks.
@@ -163,18 +95,13 @@ class Structured(nn.Module):
 ARCHITECTURES = (
     Architecture("weight-norm", lambda: reparametrised(parametrizations.weight_norm), draw_classified),
     Architecture("spectral-norm", lambda: reparametrised(parametrizations.spectral_norm), draw_classified),
-    Architecture("symmetric-weight", lambda: reparametrised(symmetric), draw_classified),
-    Architecture("rotation-by-cayley", lambda: reparametrised(rotation), draw_classified),
     Architecture("orthogonal-by-exponential", lambda: reparametrised(exponential), draw_classified),
     Architecture(
         "orthogonal-by-householder", lambda: reparametrised(parametrizations.orthogonal), draw_classified
     ),
-    Architecture("standardised-convolutions", standardised_convolutions, draw_images(3, 6)),
-    Architecture("hypernetwork", Hypernetwork, draw_classified),
     Architecture("layer-hypernetwork", LayerHypernetwork, draw_classified),
     Architecture("modulated-convolution", Modulated, draw_images(3, 5)),
     Architecture("shared-layers", SharedLayers, draw_passages, F.cross_entropy),
-    Architecture("binarised", Binarised, draw_classified),
     Architecture(
         "structured-matrices", Structured, lambda n: (torch.randn(n, 6), torch.randint(CLASSES, (n,)))
     ),
