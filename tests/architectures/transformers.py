@@ -22,7 +22,7 @@ def draw_padded(n: int) -> tuple[Tensor, Tensor]:
 
 class PaddedEncoder(nn.Module):
     """BERT: words, segments and positions, torch's encoder with a padding mask, and the mean of the words
-    that are there.
+    that are there. In eval mode torch's encoder has a fast path, one operator that no transform may meet.
     """
 
     def __init__(self, width: int = 8, norm_first: bool = False) -> None:
