@@ -1,10 +1,13 @@
-"""Two sets of transforms with one signature: ours, and loops around torch.autograd."""
+"""Two sets of transforms with one signature: ours, and loops around torch.autograd.
+
+grad and vjp: with respect to the arguments `places`, as a tuple. Functions return tensors, or tuples of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -14,26 +17,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from psgrad.engine import transforms
 
 Function = Callable[..., Any]
-
-
-class Backend(Protocol):
-    """grad and vjp: with respect to the arguments `places`, as a tuple. Functions return tensors, or tuples
-    of them.
-    """
-
-    def vmap(self, f: Function, dims: Sequence[int | None]) -> Function: ...
-
-    def grad(self, f: Function, places: Sequence[int]) -> Function: ...
-
-    def vjp(
-        self, f: Function, places: Sequence[int], args: Sequence[Tensor], cotangents: Function
-    ) -> tuple[Tensor, ...]: ...
-
-    def jvp(
-        self, f: Function, places: Sequence[int], args: Sequence[Tensor], tangents: Sequence[Tensor]
-    ) -> Any: ...
-
-    def jacrev(self, f: Function, places: Sequence[int]) -> Function: ...
 
 
 def within(f: Function, places: Sequence[int], args: Sequence[Tensor]) -> Function:

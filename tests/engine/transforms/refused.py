@@ -62,14 +62,9 @@ OTHERWISE = {
     "sparse.mm.reduce": Refusal("layout torch.sparse_csr", "a traced value is dense"),
     "resize_": Refusal("resize", "changes how much memory a tensor has", frozenset({"vjp", "vmap(vjp)"})),
     "resize_as_": Refusal("resize", "changes how much memory a tensor has"),
-    "native_batch_norm": Refusal(
-        "writes in place", "writes running statistics; `nn.functional.batch_norm` reads them"
-    ),
-    "_native_batch_norm_legit": Refusal(
-        "writes in place", "writes running statistics; `nn.functional.batch_norm` reads them"
-    ),
-    "_batch_norm_with_update": Refusal(
-        "writes in place", "writes running statistics; `nn.functional.batch_norm` reads them"
+    **dict.fromkeys(
+        ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
+        Refusal("writes in place", "writes running statistics; `nn.functional.batch_norm` reads them"),
     ),
     "nn.functional.batch_norm": Refusal(
         "BatchNorm batch norm copy_", "in training mode it mixes samples, and writes running statistics"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from psgrad.engine.transforms import grad, hessian, vmap
 from psgrad.errors import TransformError
+from tests.engine.gradients.agreement import LargestTensor
 from tests.engine.transforms.loops import gradients_by_loop
 
 aten = torch.ops.aten
@@ -247,18 +248,8 @@ def test_cholesky_gaussian_process_likelihood() -> None:
 
 def test_matmul_matrix_mapped_is_not_copied_for_rows() -> None:
     """A product of many rows of one column each with a matrix of each sample takes no batch of small ones."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    sizes: list[int] = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            sizes.append(out.untyped_storage().nbytes() // 8 if isinstance(out, Tensor) else 0)
-            return out
-
     rows, matrices = draws(50, 1, 8), draws(6, 8, 9)
-    with Sizes():
+    with LargestTensor() as largest:
         vmap(torch.matmul, in_dims=(None, 0))(rows, matrices)
         vmap(torch.matmul)(rows.expand(6, 50, 1, 8), matrices)
-    assert max(sizes) <= 6 * 50 * 9
+    assert largest.elements <= 6 * 50 * 9

@@ -20,12 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psgrad.engine.gradients import per_sample_gradients
-from psgrad.engine.transforms import derivatives, grad, interpreter, jvp, operators, vjp, vmap
-from psgrad.engine.transforms.rules import registry
+from psgrad.engine.transforms import grad, jvp, vjp, vmap
 from psgrad.errors import TransformError
-from tests.engine.transforms.other_rules import with_rules
-from tests.random_programs.checking import Outcome, check
-from tests.random_programs.programs import Argument, Program, Statement
+from tests.random_programs.checking import check
+from tests.random_programs.programs import Program
 from tests.random_programs.shrinking import shrunk
 from tests.random_programs.writer import write
 
@@ -448,76 +446,3 @@ def test_vmap_outer_autograd_eigvalsh(mapped: bool) -> None:
     loop = values(x) if mapped else torch.stack([values(x) * v for v in weight])
     found, expected = (torch.autograd.grad((y * weight).sum(), x)[0] for y in (out, loop))
     torch.testing.assert_close(found, expected)
-
-
-# -- the checker itself --------------------------------------------------------------------------------------
-
-
-def plant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    if name == "tanh off by 0.1 %":
-        rule = registry.DerivativeRule({0: lambda out, x: lambda g: g * (1 - out * out) * 1.001})
-        with_rules(monkeypatch, torch.ops.aten.tanh.default, derivative=rule)
-    elif name == "views unknown to the caller's autograd":
-        monkeypatch.setattr(interpreter, "facts", lambda op: operators.facts(op)._replace(is_view=False))
-    elif name == "atan2 with a sign":
-        back = lambda out, y, x: lambda g: g * y / (x * x + y * y)  # which is minus the derivative in x
-        kept = registry.rules_of(torch.ops.aten.atan2.default).derivative.vjp
-        rule = registry.DerivativeRule({0: kept[0], 1: back})
-        with_rules(monkeypatch, torch.ops.aten.atan2.default, derivative=rule)
-    else:
-        monkeypatch.setattr(derivatives, "write_through", lambda op, base, new, *rest: base)
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        ("tanh off by 0.1 %", "vmap(grad)"),
-        ("tanh off by 0.1 %", "per sample"),
-        ("views unknown to the caller's autograd", "autograd of vmap"),
-        ("a write through a view is dropped", "grad(vmap)"),
-    ],
-)
-def test_random_programs_checker_notices_planted_error(
-    monkeypatch: pytest.MonkeyPatch, name: str, mode: str
-) -> None:
-    arguments = (
-        Argument("a0", (2, 2), "torch.randn({shape}, dtype=torch.float64)", batched=True, seed=1),
-        Argument("a1", (2,), "torch.randn({shape}, dtype=torch.float64)", differentiated=True, seed=2),
-    )
-    lines = (
-        Statement("t0 = a0.clone()", "t0"),
-        Statement("t0[1] = a1", "t0", writes=True),
-        Statement("t1 = (t0 * a1).tanh()", "t1"),
-    )
-    program = Program(arguments, lines, ("t1",), 3, torch.float32, mode)
-    assert check(program) == Outcome("equal")
-    plant(monkeypatch, name)
-    assert check(program).failed
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("text", ["t1 = (t0 * a1).atan2(t0)", "t1 = t0.atan2(t0)"])
-def test_random_programs_checker_notices_sign_where_uses_cancel(
-    monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    """The cotangents of two uses of one value cancel; how far rounding leads there is measured, and is far
-    less than a wrong sign.
-    """
-    arguments = (
-        Argument(
-            "a0",
-            (2,),
-            "torch.randn({shape}, dtype=torch.float64)",
-            ("{name}[0, 0] = 1e15",),
-            batched=True,
-            seed=1,
-        ),
-        Argument("a1", (2,), "torch.randn({shape}, dtype=torch.float64)", differentiated=True, seed=2),
-    )
-    lines = (Statement("t0 = a1 / 3.0 + a0 * 0", "t0"), Statement(text, "t1"))
-    for mode in ("autograd of grad", "vmap(grad(jvp))", "per sample"):
-        program = Program(arguments, lines, ("t1",), 3, torch.float64, mode, extreme=True)
-        assert check(program) == Outcome("equal")
-        with monkeypatch.context() as patch:
-            plant(patch, "atan2 with a sign")
-            assert check(program).failed

@@ -147,47 +147,33 @@ def test_operators_checker_notices_wrong_second_derivative(monkeypatch: pytest.M
     assert rows_that_notice("tanh") == operators_page.TWICE
 
 
-def test_operators_checker_notices_wrong_jvp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        derivatives, "jvp", spoiled(lambda out, tangents: (out, tuple(t * SLIGHTLY for t in tangents)))
-    )
-    assert rows_that_notice("sin") == {"jvp", "vmap(jvp)", "jvp of vjp"}
-
-
-def test_operators_checker_notices_wrong_value_of_jvp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        derivatives, "jvp", spoiled(lambda out, tangents: (tuple(v * SLIGHTLY for v in out), tangents))
-    )
-    assert rows_that_notice("sin") == {"jvp", "vmap(jvp)", "jvp of vjp"}
-
-
-def spoiled(change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[..., Any]:
-    """jvp with another result."""
-
-    def changed(*args: Any, **kwargs: Any) -> Any:
+@pytest.mark.parametrize("factors", [(1, SLIGHTLY), (SLIGHTLY, 1)], ids=["tangents", "values"])
+def test_operators_checker_notices_wrong_jvp(
+    monkeypatch: pytest.MonkeyPatch, factors: tuple[float, float]
+) -> None:
+    def spoiled(*args: Any, **kwargs: Any) -> Any:
         out, tangents, *aux = jvp(*args, **kwargs)
-        return (*change(out, tangents), *aux)
+        pairs = zip((out, tangents), factors, strict=True)
+        return (*(tuple(x * factor for x in some) for some, factor in pairs), *aux)
 
-    return changed
-
-
-def test_operators_checker_notices_wrong_batching(monkeypatch: pytest.MonkeyPatch) -> None:
-    op = torch.ops.aten.sin.default
-    with_rules(monkeypatch, op, batching=lambda batch, op, x: op(batch.physical(x)) * SLIGHTLY)
-    assert rows_that_notice("sin") == operators_page.MAPPED
+    monkeypatch.setattr(derivatives, "jvp", spoiled)
+    assert rows_that_notice("sin") == {"jvp", "vmap(jvp)", "jvp of vjp"}
 
 
-def test_operators_checker_notices_permuted_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    op = torch.ops.aten.sin.default
-    with_rules(monkeypatch, op, batching=lambda batch, op, x: op(batch.physical(x)).flip(0))
-    assert rows_that_notice("sin") == operators_page.MAPPED
+def fails(batch: Any, op: Any, x: Any) -> None:
+    raise IndexError("list index out of range")
 
 
-def test_operators_checker_notices_unnamed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: object) -> None:
-        raise IndexError("list index out of range")
+BATCHING: dict[str, Callable[..., Any]] = {
+    "wrong": lambda batch, op, x: op(batch.physical(x)) * SLIGHTLY,
+    "permuted samples": lambda batch, op, x: op(batch.physical(x)).flip(0),
+    "unnamed error": fails,
+}
 
-    with_rules(monkeypatch, torch.ops.aten.sin.default, batching=fails)
+
+@pytest.mark.parametrize("name", BATCHING)
+def test_operators_checker_notices_batching(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with_rules(monkeypatch, torch.ops.aten.sin.default, batching=BATCHING[name])
     assert rows_that_notice("sin") == operators_page.MAPPED
 
 

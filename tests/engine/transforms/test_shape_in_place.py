@@ -16,12 +16,6 @@ torch.manual_seed(0)
 X, W = torch.randn(2, 3, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
 
 
-def a_transpose(x: Tensor) -> Tensor:
-    y = x * 1
-    y.t_()
-    return y @ W * W
-
-
 def axes_there_and_back(x: Tensor) -> Tensor:
     y = x * 1
     y.unsqueeze_(1)
@@ -78,7 +72,6 @@ def the_argument_itself(x: Tensor) -> Tensor:
 
 
 PROGRAMS = [
-    a_transpose,
     axes_there_and_back,
     a_view_that_changes,
     several_in_turn,

@@ -178,43 +178,6 @@ def test_custom_operator_without_rule_refused() -> None:
         assert "psgrad_tests::double" in refusal(lambda: vmap(torch.ops.psgrad_tests.double)(torch.ones(3)))
 
 
-# -- fast paths, and composite operators where only primitive ones are expected ------------------------------
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_transformer_layer_in_eval_no_fast_path(norm_first: bool) -> None:
-    layer = nn.TransformerEncoderLayer(
-        8, 2, 16, batch_first=True, norm_first=norm_first, dtype=torch.float64
-    ).eval()
-    leaves, x = dict(layer.named_parameters()), torch.randn(3, 5, 8, dtype=torch.float64)
-    params = {name: p.detach() for name, p in leaves.items()}
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        return functional_call(layer, params, (x[None],)).square().sum()
-
-    with torch.no_grad():
-        ours = vmap(grad(loss), (None, 0))(params, x)
-    for sample in range(3):
-        expected = torch.autograd.grad(layer(x[sample : sample + 1]).square().sum(), list(leaves.values()))
-        torch.testing.assert_close([g[sample] for g in ours.values()], list(expected), rtol=1e-10, atol=1e-11)
-
-
-def test_attention_layer_in_eval() -> None:
-    layer = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64).eval()
-    x = torch.randn(3, 5, 8, dtype=torch.float64)
-
-    def loss(x: Tensor, weights: bool) -> Tensor:
-        return layer(x[None], x[None], x[None], need_weights=weights)[0].square().sum()
-
-    for weights in (False, True):
-        leaf = x.clone().requires_grad_()
-        expected = torch.autograd.grad(sum(loss(row, weights) for row in leaf), leaf)[0]
-        with torch.no_grad():
-            torch.testing.assert_close(
-                vmap(grad(loss), (0, None))(x, weights), expected, rtol=1e-10, atol=1e-11
-            )
-
-
 # -- layers without a gradient of one sample -----------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from psgrad.engine.gradients.terms import Convolution
 from psgrad.engine.transforms.rules import convolution, convolution_weights
 from psgrad.engine.transforms.rules.convolution_weights import Geometry, grams, shifted, weight_gradients
+from tests.engine.gradients.agreement import LargestTensor
 
 aten = torch.ops.aten
 few = st.integers(1, 3)
@@ -114,24 +115,13 @@ def test_convolution_norms_memory_below_gradient(channels: int, monkeypatch: pyt
 
 def test_convolution_patches_never_materialised() -> None:
     """The largest tensor that a shifted product makes is one padded copy of the input, not nine of it."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     n, channels, side = 2, 160, 12
     x, g = torch.randn(n, 1, channels, side, side), torch.randn(n, 1, channels, side, side)
     geometry, shape = (
         Geometry((1, 1), (1, 1), (1, 1), False, (0, 0), 1),
         torch.Size((channels, channels, 3, 3)),
     )
-    sizes = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            out = func(*args, **(kwargs or {}))
-            sizes.append((func.overloadpacket.__name__, out.numel()))
-            return out
-
-    with Sizes():
+    with LargestTensor() as largest:
         parts = list(shifted(g, x, shape, geometry))
     assert len(parts) == 9
-    made = max(size for name, size in sizes if name not in ("expand", "as_strided"))
-    assert made <= n * channels * math.prod((side + 3, side + 2))
+    assert largest.elements <= n * channels * math.prod((side + 3, side + 2))
