@@ -20,7 +20,6 @@ NOTICED: dict[str, int] = {
     "aten._softmax.default": 128,
     "aten._softmax_backward_data.default": 155,
     "aten._to_copy.default": 1194,
-    "aten._unsafe_index_put.default": 254,
     "aten._unsafe_view.default": 126,
     "aten.abs.default": 9,
     "aten.adaptive_max_pool2d.default": 126,
