@@ -58,12 +58,12 @@ class Call:
     batches = False  # whether `batch` does more than batch the function's operators one by one
     follows_captured = False  # whether it also differentiates in values that its function closes over
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, function: Callable[[Flat], Flat]) -> None:
+        self.name, self.function = name, function
 
     def run(self, args: Flat) -> Flat:
         """The results if no level handles the call."""
-        raise NotImplementedError
+        return self.function(args)
 
     def batch(self, level: BatchLevel, args: Flat) -> Flat:
         """The results as tracers of a batching level; by default those of `for_all_samples` below it."""
@@ -75,6 +75,16 @@ class Call:
     def for_all_samples(self, mapped: Mapped) -> Call:
         """This call for all samples together, on physical values. It sets `mapped.outs`."""
         raise NotImplementedError
+
+    def function_of_all(self, mapped: Mapped) -> Callable[[Flat], Flat]:
+        """The call's function for all samples together, for `for_all_samples`."""
+
+        def function(args: Flat) -> Flat:
+            with entered_again(mapped.level):
+                results = self.function(mapped.up(args, mapped.args))
+            return mapped.down(results, self.name)
+
+        return function
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> TapedCall:
         """The results and the backward function, on values below a reverse-mode level; `needed`: the

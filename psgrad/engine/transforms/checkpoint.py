@@ -73,20 +73,8 @@ class RecomputedCall(Call):
 
     follows_captured = True
 
-    def __init__(self, name: str, function: Callable[[Flat], Flat]) -> None:
-        super().__init__(name)
-        self.function = function
-
-    def run(self, args: Flat) -> Flat:
-        return self.function(args)
-
     def for_all_samples(self, mapped: Mapped) -> RecomputedCall:
-        def function(args: Flat) -> Flat:
-            with entered_again(mapped.level):
-                results = self.function(mapped.up(args, mapped.args))
-            return mapped.down(results, self.name)
-
-        return RecomputedCall(self.name, function)
+        return RecomputedCall(self.name, self.function_of_all(mapped))
 
     def run_without_derivative(self, level: DerivativeLevel, args: Flat) -> Flat:
         return self.function(args)

@@ -60,8 +60,8 @@ class UserRuleCall(Call):
         derive: Callable[[Flat, Flat, list[int]], Derived] | None = None,
         forward: Callable[[Flat, Flat, Flat], Flat] | None = None,
     ) -> None:
-        super().__init__(name)
-        self.function, self.derive, self.forward = function, derive, forward
+        super().__init__(name, function)
+        self.derive, self.forward = derive, forward
 
     def run(self, args: Flat) -> Flat:
         followed = (
@@ -89,11 +89,6 @@ class UserRuleCall(Call):
         return outs
 
     def for_all_samples(self, mapped: Mapped) -> UserRuleCall:
-        def function(args: Flat) -> Flat:
-            with entered_again(mapped.level):
-                results = self.function(mapped.up(args, mapped.args))
-            return mapped.down(results, self.name)
-
         def derive(args: Flat, outs: Flat, needed: list[int]) -> Derived:
             assert self.derive is not None
             with entered_again(mapped.level):
@@ -114,7 +109,9 @@ class UserRuleCall(Call):
                 pushed = self.forward(mapped.up(args, mapped.args), given, mapped.up(tangents, mapped.args))
             return mapped.tangents_down(pushed)
 
-        return UserRuleCall(self.name, function, self.derive and derive, self.forward and forward)
+        return UserRuleCall(
+            self.name, self.function_of_all(mapped), self.derive and derive, self.forward and forward
+        )
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> TapedCall:
         with without_adoption(level), read_only(values):

@@ -37,7 +37,9 @@ def spread(g: torch.Tensor, shape: Sequence[int], dims: Any, keepdim: bool) -> t
     return g.expand(shape)
 
 
-def by_axes(batch: Any, op: Op, x: torch.Tensor, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
+def by_axes(
+    batch: Any, op: Callable[..., Any], x: torch.Tensor, dims: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """Batching of a reduction over some axes."""
     physical = batch.physical(x)
     if x.dim() == 0:
