@@ -25,7 +25,8 @@ from psgrad.run.folders import LEDGER, PUBLIC
 from psgrad.run.ledger import Ledger
 from psgrad.run.ledger_lines import LedgerContent
 from psgrad.run.private_runs import PREFIX
-from psgrad.run.results.privacy import STEP_KEYS, assumptions_of
+from psgrad.run.results.manifest import read
+from psgrad.run.results.privacy import StepStatement, assumptions_of
 from psgrad.run.results.privacy_report import DPReport
 
 _PAGE, _FIGURE = f"{PUBLIC}/report.html", f"{PUBLIC}/epsilon.png"
@@ -33,18 +34,6 @@ _FALSE_POSITIVES = (0.001, 0.01)
 _GROUPS = (2, 5, 10)
 # What step.json says must be what the ledger gives; another version of dp-accounting may differ this much.
 _CLOSE = 1e-3
-_NUMBER = (int, float)
-_TYPES: dict[str, Any] = {  # of what is taken from step.json alone; the rest is that of the ledger's header
-    "steps": int,
-    "noise_multiplier": _NUMBER,
-    "noise_std": _NUMBER,
-    "sensitivity": _NUMBER,
-    "generator": str,
-    "rounding": dict,
-    "ledger": dict,
-    "versions": dict,
-    "insecure_deterministic": bool,
-}
 _OF_HEADER = ("planned_steps", "delta", "relation", "unit", "sampling", "mechanism", "optimizer")
 
 
@@ -93,20 +82,20 @@ def read_step(run: Path, ledger: LedgerContent) -> dict[str, Any]:
             " run of psgrad dp-step, or a copy of its folder public/",
             hint="check the path",
         ) from error
-    known = {*STEP_KEYS} - {"budget", "assumptions"}
+    hint = "a file was edited, or another version of psgrad wrote it; put the files back"
+    try:
+        step = read(StepStatement, content, str(path)).content()
+    except DataError as error:
+        raise DataError(error.message, hint=hint) from error
     if (
-        isinstance(content, dict)
-        and known <= content.keys()
-        and {*_OF_HEADER} <= ledger.header.keys()
-        and all(isinstance(content[key], kind) for key, kind in _TYPES.items())
-        and all(isinstance(each, dict) for each in content.get("assumptions", []))
+        {*_OF_HEADER} <= ledger.header.keys()
         and all("noise_grid" in line for line in ledger.steps)
-        and isinstance(content["rounding"].get("residual_epsilon"), _NUMBER)
+        and isinstance(step["rounding"].get("residual_epsilon"), (int, float))
     ):
-        return content
+        return step
     raise DataError(
         f"{path} is not what psgrad dp-step writes beside its ledger",
-        hint="a file was edited, or another version of psgrad wrote it; put the files back",
+        hint=hint,
     )
 
 

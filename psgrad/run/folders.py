@@ -75,16 +75,9 @@ class RunFolder(MarkedFolder):
 
     @classmethod
     def create(cls, path: Path, overwrite: bool = False, about: Mapping[str, Any] | None = None) -> Self:
-        """Make the folder, or take one that is empty. `overwrite` also takes one that holds an earlier run,
-        and removes that run. about: its first manifest.
-
-        Call this late, when model and data are known to be good: the earlier run is gone afterwards.
-
-        Raises:
-            OutputExistsError: the folder holds a run and may not be replaced, or one that is going on, or
-                something that is not a run. A run with a ledger is never replaced: the ledger says what
-                privacy was spent.
-            OutputError: the folder can't be made.
+        """The folder of a new run; see `take`. To be called late, when model and data are known to be good:
+        an earlier run is gone afterwards. A run with a ledger is never replaced: that says what privacy was
+        spent. about: the first manifest.
         """
         return cls(path).take({"state": "running"} if about is None else about, overwrite)
 

@@ -17,7 +17,7 @@ import numpy as np
 from psgrad import __version__
 from psgrad.errors import OutputError
 from psgrad.run import durable_files, index_files
-from psgrad.run.identity import digest
+from psgrad.run.identity import differences, digest, require_same
 from psgrad.run.index_files import Arrays
 from psgrad.run.marked_folders import MarkedFolder
 
@@ -89,13 +89,7 @@ class GradientIndex(MarkedFolder):
 
     @classmethod
     def create(cls, path: Path, description: Mapping[str, Any], overwrite: bool = False) -> Self:
-        """A new index in a new or empty folder. `overwrite` also takes a folder with an earlier index, and
-        removes that.
-
-        Raises:
-            OutputExistsError: there is an index already, or something that is not an index.
-            OutputError: the folder can't be written.
-        """
+        """A new index; see `take`."""
         index = cls(path, description)
         return index.take(index._about(), overwrite)
 
@@ -193,7 +187,20 @@ class GradientIndex(MarkedFolder):
 
     def require(self, expected: Mapping[str, Any]) -> None:
         """Raises OutputError, naming what differs, unless the description has all these values."""
-        index_files.require_same_index(self.path, index_files.as_stored(expected), self.description)
+        there = {key: self.description.get(key) for key in expected}
+        now = index_files.as_stored(expected)
+        of_data = {name for name, _, _ in differences(there, now)} <= {"rows", "fingerprint.data"}
+        follow = "let it follow its data: psgrad influence index CONFIG --update; or " * of_data
+        require_same(
+            there,
+            now,
+            f"the index {self.path} is of something else",
+            hint=(
+                f"{follow}put them back, or build an index of its own in another folder"
+                " (influence.index.path), or with --overwrite"
+            ),
+            raises=OutputError,
+        )
 
     # -- shards ----------------------------------------------------------------------------------------------
 
@@ -283,8 +290,6 @@ class GradientIndex(MarkedFolder):
                 path.unlink()
             if not any(folder.iterdir()):
                 folder.rmdir()
-        for leftover in durable_files.leftovers_of(self.path / DESCRIPTION):
-            leftover.unlink()
 
 
 def _new_shards(description: Mapping[str, Any], first: int) -> list[Shard]:

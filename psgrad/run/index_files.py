@@ -1,5 +1,5 @@
 """The files of an index: arrays in safetensors, each with the seal of the index that it is of, and the hash
-of its own numbers; and in what two descriptions differ.
+of its own numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 
 from psgrad.errors import OutputError
 from psgrad.run.folders import packed
-from psgrad.run.identity import differences, require_same
 from psgrad.wording import json_values
 
 SEAL = "psgrad"  # of a file's metadata: which index or rows it is of, and the hash of its numbers
@@ -95,23 +94,3 @@ def as_stored(description: Mapping[str, Any]) -> dict[str, Any]:
     """The description as a file of JSON gives it back."""
     content: dict[str, Any] = json.loads(json.dumps(json_values(description), default=str))
     return content
-
-
-def require_same_index(path: Path, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
-    """Raises OutputError, with all that differs, unless the description of an index has all expected
-    values.
-    """
-    there = {key: actual.get(key) for key in expected}
-    changed = {name for name, _, _ in differences(there, expected)}
-    of_data = changed <= {"rows", "fingerprint.data"}
-    follow = "let it follow its data: psgrad influence index CONFIG --update; or " * of_data
-    require_same(
-        there,
-        expected,
-        f"the index {path} is of something else",
-        hint=(
-            f"{follow}put them back, or build an index of its own in another folder (influence.index.path),"
-            " or with --overwrite"
-        ),
-        raises=OutputError,
-    )

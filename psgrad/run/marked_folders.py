@@ -88,6 +88,8 @@ class MarkedFolder:
             durable_files.make_folder(self.path, 0o700)
             self._lock = FolderLock(self.path, alone=True)
             self._clear()
+            for leftover in durable_files.leftovers_of(self.path / self.top):
+                leftover.unlink()
         except OSError as error:
             raise self._unusable(self.path, error) from error
         self.write_manifest(about)

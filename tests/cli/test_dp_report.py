@@ -115,7 +115,7 @@ def test_dp_report_of_a_statement_that_is_none(private: PrivateWorkplace, conten
 
 def test_dp_report_of_numbers_of_other_types_is_refused(private: PrivateWorkplace) -> None:
     change(private.run_folder / "public" / "step.json", noise_std="much")
-    report(private).refused(3, "is not what psgrad dp-step writes")
+    report(private).refused(3, "noise_std: Input should be a valid number", "put the files back")
 
 
 def test_dp_report_of_a_damaged_ledger_is_refused(private: PrivateWorkplace) -> None:

@@ -26,7 +26,7 @@ STEP_COLUMNS = (
 """The columns of the private table of steps. A fraction, mean, median or largest of an empty batch is NaN."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepStatement:
     """What public/step.json holds; the fields are its keys, in its order. Each follows from the config, the
     model's shapes, the ledger or the noisy sums alone.
@@ -71,8 +71,8 @@ class StepStatement:
     rdp_order: float | None
     why_not: dict[str, str]
     accounting_notes: dict[str, str]
-    budget: dict[str, Any] | None
-    assumptions: list[dict[str, str]]
+    budget: dict[str, Any] | None = None
+    assumptions: list[dict[str, str]] = field(default_factory=list)
     ledger: dict[str, Any]
     model_sha256: str | None
 
