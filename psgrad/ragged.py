@@ -34,9 +34,9 @@ class RaggedAxes:
     masked: bool
     limit: int | None = None
 
-    def around(self, before: int = 0, after: int = 0) -> RaggedAxes:
-        """These axes for a block with more inputs before and after its own. Those inputs are not ragged."""
-        return self._mapped(lambda each, none: (*[none] * before, *each[:-1], *[none] * after, each[-1]))
+    def extended(self, count: int) -> RaggedAxes:
+        """These axes for a block with more inputs, which are not ragged, after its own."""
+        return self._mapped(lambda each, none: (*each[:-1], *[none] * count, each[-1]))
 
     def without_target(self) -> RaggedAxes:
         """These axes for a block with another target, which is not ragged."""
@@ -137,10 +137,10 @@ class Block:
         ragged = None if self.ragged is None else replace(self.ragged, masked=False)
         return replace(self, ragged=ragged)
 
-    def with_inputs(self, before: Sequence[Tensor] = (), after: Sequence[Tensor] = ()) -> Block:
-        """This block with more inputs, [n, ...] each, which are not ragged."""
-        ragged = None if self.ragged is None else self.ragged.around(len(before), len(after))
-        return Block((*before, *self.inputs, *after), self.target, self.lengths, ragged)
+    def with_inputs(self, *more: Tensor) -> Block:
+        """This block with more inputs, [n, ...] each, after its own, which are not ragged."""
+        ragged = None if self.ragged is None else self.ragged.extended(len(more))
+        return Block((*self.inputs, *more), self.target, self.lengths, ragged)
 
     def inputs_alone(self, weighted: bool) -> Block:
         """This block without its target, and without its last input where that is a weight."""

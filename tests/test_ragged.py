@@ -57,9 +57,9 @@ def test_grouped_rows_have_the_longest_length_of_their_group() -> None:
 
 def test_more_inputs_and_another_target_are_not_ragged() -> None:
     whole = block([(2, 1), (1, 3)], 4, 3)
-    more = whole.with_inputs([torch.arange(2)], [torch.ones(2, 9)]).with_target(torch.zeros(2, 8))
+    more = whole.with_inputs(torch.arange(2), torch.ones(2, 9)).with_target(torch.zeros(2, 8))
     shapes = [tuple(x.shape) for x in more.at(slice(None)).inputs]
-    assert shapes == [(2,), (2, 2), (2, 2, 3), (2, 9)]
+    assert shapes == [(2, 2), (2, 2, 3), (2,), (2, 9)]
     assert more.target is not None
     assert torch.equal(more.at(slice(None)).target, more.target)
 

@@ -83,12 +83,11 @@ def joined_results(parts: list[Any], groups: list[torch.Tensor]) -> Any:
 def first_rows(found: Any, count: int, of: int) -> Any:
     """What was found of the first `count` rows, of what was found of `of` rows: as many numbers of each."""
 
-    def first(x: Any) -> Any:
-        return x[: len(x) // of * count]
-
-    if hasattr(type(found), "first"):
-        return found.first(len(found) // of * count)
-    return tree_map(first, found)
+    if count == of:
+        return found
+    if hasattr(type(found), "at"):
+        return found.at(slice(0, len(found) // of * count))
+    return tree_map(lambda x: x[: len(x) // of * count], found)
 
 
 # What a chunk has of the positions that are computed at once, where rows are as long as the longest, and its

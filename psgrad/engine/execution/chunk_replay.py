@@ -22,7 +22,7 @@ from psgrad.engine.gradients.per_sample import (
 )
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Image, Lookup, Product
-from psgrad.engine.transforms.capture import Call, Captured
+from psgrad.engine.transforms.capture import Captured
 from psgrad.engine.transforms.private_torch import register_pytree_node
 
 # A program pays if so many chunks of its shape are to come: a recording takes about three times a chunk, a
@@ -130,17 +130,9 @@ class ReplayedChunks:
         self.counts, self.alone = counts or ReplayCounts(), alone or threading.Lock()
         self.chunks = 0
 
-    def found(
-        self,
-        captured: Captured,
-        chunk: tuple[Any, ...],
-        pays: Callable[[int], bool],
-        record: Callable[[Captured, Call], Any] = Captured.record,
-    ) -> Any:
-        """What the captured function finds of a chunk.
-
-        pays: from the number of chunks of this shape that ran before to whether a recording pays. record: as
-        Captured.record.
+    def found(self, captured: Captured, chunk: tuple[Any, ...], pays: Callable[[int], bool]) -> Any:
+        """What the captured function finds of a chunk. pays: from the number of chunks of this shape that ran
+        before to whether a recording pays.
         """
         call = captured.call(*chunk)
         if call is None or call.entry.ended:
@@ -150,7 +142,7 @@ class ReplayedChunks:
             return captured.function(*chunk)
         entry = call.entry
         if entry.program is not None:
-            done, found = self._replayed(captured, call)
+            done, found = captured.replay(call)
             if done:
                 self.chunks += 1
                 self.counts.replayed += 1
@@ -162,14 +154,10 @@ class ReplayedChunks:
                 return captured.compare(call)
         elif pays(entry.met):
             with self.alone:
-                return record(captured, call)
+                return captured.record(call)
         else:
             entry.met += 1  # where many came, as many are expected
         return captured.function(*chunk)
-
-    def _replayed(self, captured: Captured, call: Call) -> tuple[bool, Any]:
-        """As Captured.replay."""
-        return captured.replay(call)
 
 
 class ChunkReplay(ReplayedChunks):

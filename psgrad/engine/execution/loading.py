@@ -68,6 +68,11 @@ class ChangedRows:
         return self.change(self.whole.take(rows), torch.as_tensor(rows))
 
 
+def numbered(rows: Rows) -> ChangedRows:
+    """Rows with their numbers as one more input, the last one."""
+    return ChangedRows(rows, Block.with_inputs)
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Rows that were read, still on the CPU. rows: which rows they are."""

@@ -194,6 +194,12 @@ class Objective:
             value = value * inputs[-1].to(value.dtype)
         return value, self.summary(output, target) if self.summary is not None else {}
 
+    def loss_of_numbered(
+        self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
+    ) -> Any:
+        """As `loss`, of a sample whose last input is its row's number."""
+        return self.loss(params, inputs[:-1], target)
+
 
 def require_number(value: Any, function: str, row: str, hint: str) -> None:
     """Raises LossError unless `value`, which a function returned for one row, is a tensor of shape ()."""

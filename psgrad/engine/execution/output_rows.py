@@ -17,7 +17,7 @@ import torch
 
 from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.loading import ChangedRows
+from psgrad.engine.execution.loading import numbered
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.output_derivatives import OutputDerivatives
 from psgrad.engine.execution.streaming import Stream
@@ -61,15 +61,9 @@ class OutputRows(Examples):
 
     @cached_property
     def row_stream(self) -> Stream:
-        """A stream of the samples, in chunks whose rows fit in memory. The first input of each sample is its
+        """A stream of the samples, in chunks whose rows fit in memory. The last input of each sample is its
         number.
         """
-
-        rows = ChangedRows(self.rows, lambda block, numbers: block.with_inputs(before=[numbers]))
-
-        def loss(params: Vectors, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> Any:
-            return self.objective.loss(params, inputs[1:], target)
-
         options = dict(self.options)
         device = next(iter(self.params.values())).device
         size = options.get("chunk_size", "auto")
@@ -79,7 +73,7 @@ class OutputRows(Examples):
             options["memory"] = max(1, chunk_budget(device, options.get("memory")) // self.per_sample)
         else:
             options["chunk_size"] = max(1, size // self.per_sample)
-        return Stream(loss, self.params, rows, **options)
+        return Stream(self.objective.loss_of_numbered, self.params, numbered(self.rows), **options)
 
     def gradients(self, samples: Sequence[int]) -> PerSampleGradients:
         stream = self.row_stream
@@ -101,7 +95,7 @@ class OutputRows(Examples):
         target: torch.Tensor | None,
         **options: Any,
     ) -> PerSampleGradients:
-        numbers, *given = inputs
+        *given, numbers = inputs
         randomness = options["randomness"]
         outputs = vmap(self.objective.predict, in_dims=(None, 0), randomness=randomness)(params, tuple(given))
         _assert_one_tensor(outputs)

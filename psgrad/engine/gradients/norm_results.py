@@ -43,12 +43,10 @@ class SquareNorms:
         orders = {name: in_short(part.computed_as[name] for part in parts) for name in parts[0].computed_as}
         return cls(norms, losses, aux, orders, absolute)
 
-    def first(self, count: int) -> SquareNorms:
-        """Of the first samples alone."""
-        if count == len(self):
-            return self
+    def at(self, samples: slice | torch.Tensor) -> SquareNorms:
+        """Of some of the samples: a slice of n, or their indices [k]."""
         found = self.by_parameter, self.losses, self.aux, self.absolute
-        norms, losses, aux, absolute = of_samples(found, slice(0, count))
+        norms, losses, aux, absolute = of_samples(found, samples)
         return SquareNorms(norms, losses, aux, self.computed_as, absolute)
 
     def __len__(self) -> int:

@@ -92,10 +92,6 @@ class PerSampleGradients:
                 parts.append(Part(places, {name: each.at(own) for name, each in part.gradients.items()}))
         return PerSampleGradients(tuple(parts), losses, aux)
 
-    def first(self, count: int) -> PerSampleGradients:
-        """Of the first samples alone."""
-        return self if count == len(self) else self.at(slice(0, count))
-
     def __repr__(self) -> str:
         """Three lines for any number of parameters; the terms are those of deferred gradients."""
         shapes = self.shapes

@@ -11,13 +11,12 @@ import torch
 
 from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.examples import Examples, QueryColumns
-from psgrad.engine.execution.loading import ChangedRows
+from psgrad.engine.execution.loading import ChangedRows, numbered
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients.projections.projection import key_of, normals, signs, streams, words_at
 from psgrad.engine.measures.measure import Arrays, Measure, OwnPass
 from psgrad.errors import MeasureError, TransformError, one_line
-from psgrad.ragged import Block
 
 
 def second_pass(measures: Sequence[Measure], examples: Examples) -> OwnPass:
@@ -55,13 +54,8 @@ def row_pass(examples: Examples, ask: Ask, chunk_size: int, rows: range) -> Iter
         "capture": "off",
         "counts": None,  # they are not the run's chunks
     }
-    loss = _WithoutRows(objective)
-    stream = Stream(
-        loss,
-        examples.params,
-        ChangedRows(examples.rows, _numbered),
-        **options,
-    )
+    unpadded = ChangedRows(numbered(examples.rows), lambda block, _: block.without_padding())
+    stream = Stream(objective.loss_of_numbered, examples.params, unpadded, **options)
 
     def compute(loss: Any, params: Any, inputs: Inputs, target: torch.Tensor | None, **_: Any) -> Arrays:
         return ask(inputs[:-1], target, inputs[-1])
@@ -109,18 +103,3 @@ def _random(
     numbers = torch.arange(vectors.start * words, vectors.stop * words, device=rows.device)
     some = words_at(streams(key, rows).unsqueeze(1), numbers)
     return made(some.view(-1, words)).view(len(rows), len(vectors), words * per_word)[..., :size]
-
-
-class _WithoutRows:
-    """The loss of one sample whose last input is its row's number."""
-
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective
-
-    def __call__(self, params: Any, inputs: Inputs, target: Any) -> Any:
-        return self.objective.loss(params, inputs[:-1], target)
-
-
-def _numbered(block: Block, rows: torch.Tensor) -> Block:
-    """Rows with their numbers [k] as one more input."""
-    return block.with_inputs(after=[rows]).without_padding()

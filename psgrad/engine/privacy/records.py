@@ -164,7 +164,7 @@ class RecordReader:
         sizes = self.records.sizes[chosen]
         of_each, weights = _padded(sizes, self._width)
         self._require_like_rows(rows, of_each, chosen)
-        return rows.grouped(of_each).with_inputs(after=[weights])
+        return rows.grouped(of_each).with_inputs(weights)
 
     def _require_like_rows(self, rows: Block, places: Tensor, chosen: RowNumbers) -> None:
         """Raises DataError where the rows of a record differ in length, and the model would see padding."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from psgrad import random_state
@@ -31,7 +30,7 @@ class SumPrograms(ReplayedChunks):
 
     def __init__(self, counts: ReplayCounts | None = None) -> None:
         super().__init__(counts)
-        self._captured: OrderedDict[Any, Captured] = OrderedDict()
+        self._captured: OrderedDict[Any, _CapturedSum] = OrderedDict()
 
     def __call__(
         self, made_for: Any, shared: Callable[[], bool], compute: Callable[..., Any], *arguments: Any
@@ -43,40 +42,43 @@ class SumPrograms(ReplayedChunks):
         """
         captured = self._captured.get(made_for)
         if captured is None:
-            captured = self._captured[made_for] = Captured(compute, self.counts.add_reason)
+            captured = self._captured[made_for] = _CapturedSum(compute, self.counts.add_reason)
             if len(self._captured) > MOST_PROGRAMS:
                 self._captured.popitem(last=False)
-        captured.function = compute
+        captured.function, captured.shared = compute, shared
         try:
-            return self.found(captured, arguments, bool, partial(_recorded_after, shared))
+            return self.found(captured, arguments, pays=bool)
         finally:
-            captured.function = _nothing  # what is computed holds the chunk
+            captured.function = captured.shared = _nothing  # what is computed holds the chunk
 
-    def _replayed(self, captured: Captured, call: Call) -> tuple[bool, Any]:
-        """As Captured.replay; (False, None) also where memory runs out."""
+
+class _CapturedSum(Captured):
+    """A function that is recorded after it was computed, and computed where a program runs out of memory."""
+
+    shared: Callable[[], bool]
+
+    def record(self, call: Call) -> Any:
+        found = call.of(self.function)
+        if self.shared():
+            self.end(call.entry, "the model or the loss draws from NumPy's or Python's random generators")
+            return found
+        try:
+            with random_state.restored():
+                super().record(call)
+        except Exception as error:  # the call itself went well
+            self.end(call.entry, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+        return found
+
+    def replay(self, call: Call) -> tuple[bool, Any]:
         before = random_state.states() if call.entry.program and call.entry.program.draws else []
         try:
-            return captured.replay(call)
+            return super().replay(call)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        captured.end(call.entry, "memory ran out")
+        self.end(call.entry, "memory ran out")
         random_state.restore(before)
         return False, None
-
-
-def _recorded_after(shared: Callable[[], bool], captured: Captured, call: Call) -> Any:
-    """The result of a call, which is recorded once more after it was computed."""
-    found = call.of(captured.function)
-    if shared():
-        captured.end(call.entry, "the model or the loss draws from NumPy's or Python's random generators")
-        return found
-    try:
-        with random_state.restored():
-            captured.record(call)
-    except Exception as error:  # the call itself went well
-        captured.end(call.entry, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
-    return found
 
 
 def _nothing(*_: Any) -> Any:

@@ -458,7 +458,7 @@ def test_queries_of_samples_that_disagree_on_two_branches(device: torch.device) 
     (grads, exact), (others, exact_others) = gradients(7), gradients(5)
     assert len(grads.parts) == 4
     assert_every_query(grads, exact, others, exact_others, TOLERANCES[torch.float64])
-    some = grads.first(6)
+    some = grads.at(slice(0, 6))
     assert_norms(some, {name: value[:6] for name, value in exact.items()}, TOLERANCES[torch.float64])
 
 
@@ -485,11 +485,11 @@ def test_some_samples_without_aux() -> None:
     params, x = {"w": randn(3)}, randn(5, 3)
     grads = per_sample_gradients(loss, params, x)
     exact = 2 * (x @ params["w"])[:, None] * x
-    torch.testing.assert_close(grads.first(2).materialise()["w"], exact[:2])
+    torch.testing.assert_close(grads.at(slice(0, 2)).materialise()["w"], exact[:2])
     torch.testing.assert_close(grads.at(torch.tensor([4, 0])).materialise()["w"], exact[[4, 0]])
     total = grads.reduce(lambda state, name, samples, block: state + block.sum(0), torch.zeros_like(x[0]))
     torch.testing.assert_close(total, exact.sum(0))
-    norms = per_sample_square_norms(loss, params, x).first(2)
+    norms = per_sample_square_norms(loss, params, x).at(slice(0, 2))
     torch.testing.assert_close(norms.square_norms(), exact[:2].square().sum(1))
 
 
