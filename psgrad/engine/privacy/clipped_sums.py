@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -235,7 +234,7 @@ class Clipper:
         def compute(batch: tuple[Any, ...], counted: torch.Tensor, bounds: torch.Tensor) -> Any:
             found = self._full(chunk, batch, counted, bounds)
             if of > 1:
-                self.coins.require_own(seeds)
+                self.coins.require_own()
             return found
 
         try:
@@ -245,8 +244,7 @@ class Clipper:
                     found = compute(batch, counted, bounds)
                 else:
                     made_for = self._made_for(chunk)
-                    drew = partial(self.coins.shared, seeds)
-                    found = self.programs(made_for, drew, compute, batch, counted, bounds)
+                    found = self.programs(made_for, self.coins.shared, compute, batch, counted, bounds)
         except SamplesDisagree as disagreement:
             groups = [group[counted[group]] for group in disagreement.groups]
             groups = [group for group in groups if len(group)]

@@ -12,9 +12,10 @@ records of a chunk share. A chunk of one record may do both: its coins are its o
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
@@ -59,6 +60,7 @@ class Coins:
         self._key = hashlib.sha256(b"psgrad coins" + generator.uint64(4).tobytes()).digest()
         self._own = generators_of(*roots)
         self._stream: Generator | None = None
+        self._seeded = b""
 
     def begin(self, *place: int) -> None:
         """Begin the stream of a step, or of a rank and a step, as one or two whole numbers."""
@@ -74,7 +76,8 @@ class Coins:
 
     def seed(self, seeds: Seeds) -> None:
         """Seed all generators."""
-        of_torch, of_numpy, of_python, of_own = self._parts(seeds)
+        of_torch, each = seeds[:_TORCH], seeds[_TORCH:].reshape(-1, _EACH)
+        of_numpy, of_python, *of_own = each
         with DisableTorchFunction():
             for generator in random_state.generators():
                 _seed_torch(generator, of_torch)
@@ -82,11 +85,12 @@ class Coins:
             random.seed(_whole(of_python))
             for own, numbers in zip(self._own, of_own, strict=True):
                 _seed(own, numbers)
+        self._seeded = self._states()
 
-    def _parts(self, seeds: Seeds) -> tuple[Seeds, Seeds, Seeds, list[Seeds]]:
-        """Of PyTorch's, NumPy's and Python's generators, and of each of the run's own."""
-        each = seeds[_TORCH:].reshape(-1, _EACH)
-        return seeds[:_TORCH], each[0], each[1], list(each[2:])
+    def _states(self) -> bytes:
+        """The states of all generators but PyTorch's, for comparison."""
+        own = [_state(each) for each in self._own if not isinstance(each, torch.Generator)]
+        return pickle.dumps([random.getstate(), np.random.get_state(legacy=False), *own])
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -118,25 +122,15 @@ class Coins:
         with _seeds_watched([*random_state.generators(), *own], draws):
             yield
 
-    def shared(self, seeds: Seeds) -> bool:
+    def shared(self) -> bool:
         """Whether something has drawn from generators of NumPy or Python since they were seeded: all records
         of a chunk share such a number.
         """
-        _, of_numpy, of_python, of_own = self._parts(seeds)
-        if random.getstate() != random.Random(_whole(of_python)).getstate():
-            return True
-        seeded = np.random.RandomState(_words(of_numpy)).get_state(legacy=False)
-        if _comparable(np.random.get_state(legacy=False)) != _comparable(seeded):
-            return True
-        return any(
-            _comparable(_state(own)) != _comparable(_seeded_state(own, numbers))
-            for own, numbers in zip(self._own, of_own, strict=True)
-            if not isinstance(own, torch.Generator)
-        )
+        return self._states() != self._seeded
 
-    def require_own(self, seeds: Seeds) -> None:
+    def require_own(self) -> None:
         """Raises ModelError where numbers are `shared`."""
-        if self.shared(seeds):
+        if self.shared():
             raise ModelError(
                 "the model or the loss draws from NumPy's or Python's random generators while records are"
                 " computed, and the records of a chunk share such a number",
@@ -265,13 +259,6 @@ def _kept(generators: list[Any]) -> Iterator[None]:
     finally:
         for generator, own in zip(generators, before, strict=True):
             _restore(generator, own)
-
-
-def _comparable(value: Any) -> Any:
-    """A state of NumPy's with its arrays as bytes."""
-    if isinstance(value, Mapping):
-        return tuple((key, _comparable(item)) for key, item in value.items())
-    return value.tobytes() if isinstance(value, np.ndarray) else value
 
 
 def _state(generator: Any) -> Any:

@@ -5,7 +5,6 @@ and put into a batch apart from the others, and that a step is taken on each bat
 from __future__ import annotations
 
 import math
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import Sampling
-from psgrad.engine.privacy.unchanged import BitSums, has_bits
+from psgrad.engine.privacy.unchanged import BitSums
 from psgrad.engine.transforms.private_torch import tree_leaves, tree_map
 from psgrad.errors import ConfigError, DataError
 
@@ -264,18 +263,7 @@ def _is_row(batch: Any, place: int, alone: Any) -> bool:
     compared.
     """
     return all(
-        _same(mine[place : place + 1], one)
+        BitSums.of(mine[place : place + 1].to_dense()).same(BitSums.of(one.to_dense()))
         for mine, one in zip(tree_leaves(batch), tree_leaves(alone), strict=True)
         if isinstance(mine, Tensor) and mine.dim() and mine[place : place + 1].shape == one.shape
     )
-
-
-def _same(a: Any, b: Any) -> bool:
-    mine, theirs = tree_leaves(a), tree_leaves(b)
-    return len(mine) == len(theirs) and all(map(_same_leaf, mine, theirs))
-
-
-def _same_leaf(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor) and has_bits(a) and has_bits(b):
-        return BitSums.of(a).same(BitSums.of(b))
-    return pickle.dumps(a) == pickle.dumps(b)

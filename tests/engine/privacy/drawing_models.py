@@ -76,12 +76,21 @@ class SeedsItself(Around):
 
 class OutsideOfTorch(Around):
     def inside(self, x: Tensor) -> Tensor:
-        return F.dropout(x, 0.3) * random.uniform(0.5, 1.5) + float(np.random.randn())
+        return F.dropout(x, 0.3) * random.uniform(0.5, 1.5)
 
 
 class OnlyOutsideOfTorch(Around):
     def inside(self, x: Tensor) -> Tensor:
-        return x * (np.random.rand() + random.random())
+        return x * np.random.rand()
+
+
+class OwnOutsideOfTorch(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = np.random.default_rng(0)
+
+    def inside(self, x: Tensor) -> Tensor:
+        return x * self.own.random()
 
 
 class LayerDrop(Around):
@@ -145,6 +154,7 @@ MODELS: dict[str, type[Around]] = {
         SeedsItself,
         OutsideOfTorch,
         OnlyOutsideOfTorch,
+        OwnOutsideOfTorch,
         LayerDrop,
         Checkpointed,
         Recurrent,

@@ -29,12 +29,12 @@ from psgrad.errors import ModelError
 from tests.engine.privacy.drawing_models import CLASSES, FEATURES, MODELS
 
 RECORDS = 8
-SHARED = ("OutsideOfTorch", "OnlyOutsideOfTorch")
+SHARED = ("OutsideOfTorch", "OnlyOutsideOfTorch", "OwnOutsideOfTorch")
 OF_PYTORCH = [name for name in MODELS if name not in (*SHARED, "SeedsItself")]
 
 
-def secret(seed: int = 5) -> Coins:
-    return Coins(make_generator(seed=seed))
+def secret(seed: int = 5, *roots: object) -> Coins:
+    return Coins(make_generator(seed=seed), *roots)
 
 
 def built(name: str) -> nn.Module:
@@ -102,11 +102,11 @@ def test_coins_are_the_secret_streams_and_leave_other_generators_alone(name: str
 def test_coins_that_records_share_are_refused_unless_records_are_alone(name: str) -> None:
     model, batch = built(name), rows()
     with pytest.raises(ModelError, match="the records of a chunk share such a number"):
-        summed(model, *batch, secret())
-    alone = summed(model, *batch, secret(), samples=1).records.losses
+        summed(model, *batch, secret(5, model))
+    alone = summed(model, *batch, secret(5, model), samples=1).records.losses
     changed = batch[0].clone()
     changed[3] *= -2.0
-    other = summed(model, changed, batch[1], secret(), samples=1).records.losses
+    other = summed(model, changed, batch[1], secret(5, model), samples=1).records.losses
     assert torch.equal(alone[:3], other[:3])
     assert torch.equal(alone[4:], other[4:])
 
