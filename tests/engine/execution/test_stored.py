@@ -34,6 +34,7 @@ from psgrad.errors import CheckpointError, ModelError, TransformError
 from psgrad.models.checkpoints import load_into
 from psgrad.models.in_files import built_without_memory, tensors_in_files
 from tests.architectures import ARCHITECTURES
+from tests.oracles import one_sample_gradients
 from tests.small_models import Architecture
 
 CPU = torch.device("cpu")
@@ -52,6 +53,10 @@ def in_file(build: Callable[[], nn.Module], file: Path) -> nn.Module:
     return model
 
 
+def computed(how: Callable[..., Any], objective: Objective, x: Tensor, target: Tensor) -> Any:
+    return how(objective.loss, objective.params, (x,), target, in_dims=(0, 0), has_aux=True)
+
+
 def found_by(model: nn.Module, architecture: Architecture, dtype: torch.dtype) -> list[Tensor]:
     """All that is asked of a network: losses, gradients, norms, projections, inner products with vectors and
     with other samples, sums, and clipped sums.
@@ -59,12 +64,12 @@ def found_by(model: nn.Module, architecture: Architecture, dtype: torch.dtype) -
     objective = Objective(model, architecture.loss)
     inputs, target = architecture.batch(SAMPLES, dtype=dtype)
 
-    def computed(how: Callable[..., Any], **more: Any) -> Any:
+    def seeded(how: Callable[..., Any], **more: Any) -> Any:
         torch.manual_seed(0)
         options = {"in_dims": (0, 0), "has_aux": True, "randomness": architecture.randomness}
         return how(objective.loss, objective.params, inputs, target, **options, **more)
 
-    gradients, norms = computed(per_sample_gradients), computed(per_sample_square_norms)
+    gradients, norms = seeded(per_sample_gradients), seeded(per_sample_square_norms)
     weights = torch.tensor([0.5, 2.0, -1.0], dtype=dtype)
     vector = {name: torch.ones_like(value) for name, value in objective.params.items()}
     found = [
@@ -77,8 +82,8 @@ def found_by(model: nn.Module, architecture: Architecture, dtype: torch.dtype) -
         gradients.square_norms(per="parameter"),
         norms.losses,
         norms.by_parameter,
-        computed(per_sample_projections, projection=Sparse(8, seed=0)).rows,
-        computed(per_sample_weighted_sum, weights=_clipped).sums,
+        seeded(per_sample_projections, projection=Sparse(8, seed=0)).rows,
+        seeded(per_sample_weighted_sum, weights=_clipped).sums,
     ]
     return [each for each in tree_leaves(found) if isinstance(each, Tensor)]
 
@@ -244,10 +249,7 @@ def test_writes_into_a_weight_in_a_file(write: str, frozen: bool, tmp_path: Path
         found = []
         try:
             for _ in range(2):
-                gradients = per_sample_square_norms(
-                    objective.loss, objective.params, (x,), x, in_dims=(0, 0), has_aux=True
-                )
-                found.append(gradients.square_norms())
+                found.append(computed(per_sample_square_norms, objective, x, x).square_norms())
         except TransformError as error:
             return str(error)
         return found
@@ -365,21 +367,15 @@ def test_models_with_checkpoints_of_their_own(tmp_path: Path, again: bool) -> No
     model = in_file(OwnCheckpoints, tmp_path / "w.safetensors")
     model = place(model, CPU, torch.float64, "as-saved", Supply(CPU, 4096))
     Recompute(again).add(model)
-    objective = Objective(model, lambda output, target: (output - target).square().sum())
-    gradients = per_sample_gradients(
-        objective.loss, objective.params, (x,), target, in_dims=(0, 0), has_aux=True
+    loss = lambda output, target: (output - target).square().sum()
+    objective = Objective(model, loss)
+    gradients, norms = (
+        computed(how, objective, x, target) for how in (per_sample_gradients, per_sample_square_norms)
     )
-    norms = per_sample_square_norms(
-        objective.loss, objective.params, (x,), target, in_dims=(0, 0), has_aux=True
-    )
-    found = gradients.materialise()
-    for sample in range(SAMPLES):
-        loss = (resident(x[sample : sample + 1]) - target[sample]).square().sum()
-        expected = torch.autograd.grad(loss, list(resident.parameters()))
-        for (name, _), value in zip(resident.named_parameters(), expected, strict=True):
-            torch.testing.assert_close(found[name][sample], value, rtol=1e-10, atol=1e-12)
-        square = sum(value.square().sum() for value in expected)
-        torch.testing.assert_close(norms.square_norms()[sample], square, rtol=1e-10, atol=0)
+    expected = one_sample_gradients(resident, loss, (x,), target)
+    torch.testing.assert_close(gradients.materialise(), expected, rtol=1e-10, atol=1e-12)
+    squares = torch.stack([value.flatten(1).square().sum(1) for value in expected.values()]).sum(0)
+    torch.testing.assert_close(norms.square_norms(), squares, rtol=1e-10, atol=0)
 
 
 class Counting(nn.Module):
@@ -421,7 +417,7 @@ def test_a_block_that_computes_something_else_the_second_time_is_refused(
     with pytest.raises(
         ModelError, match=r"the block 1\.1 computes something else when it runs again"
     ) as refusal:
-        per_sample_square_norms(objective.loss, objective.params, (x,), x, in_dims=(0, 0), has_aux=True)
+        computed(per_sample_square_norms, objective, x, x)
     assert "engine.recompute: none" in str(refusal.value)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from psgrad.engine.privacy import make_generator
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.loop import PrivateParts, make_private
 from psgrad.errors import ConfigError, DataError, LossError, ModelError, PsgradError
+from tests.engine.privacy.accountants import gaussian_delta
 from tests.engine.privacy.clipped_loop import clipped_loop
 from tests.oracles import one_sample_gradients
 
@@ -98,14 +98,8 @@ def test_epsilon_of_whole_batches_is_that_of_the_gaussian_mechanism() -> None:
     parts = parts_of(network(), noise_multiplier=4.0)
     trained(parts, epochs=4)  # as one release with noise 4 / sqrt(4)
     epsilon = parts.optimizer.epsilon(1e-5)
-
-    def delta(eps: float, sigma: float = 2.0) -> float:
-        phi = torch.distributions.Normal(0.0, 1.0).cdf
-        below, above = 1 / (2 * sigma) - eps * sigma, -1 / (2 * sigma) - eps * sigma
-        return float(phi(torch.tensor(below)) - math.exp(eps) * phi(torch.tensor(above)))
-
-    assert delta(epsilon) <= 1.02e-5
-    assert delta(0.99 * epsilon) > 1e-5
+    assert gaussian_delta(epsilon, 0.5) <= 1.02e-5
+    assert gaussian_delta(0.99 * epsilon, 0.5) > 1e-5
 
 
 @pytest.mark.parametrize(("poisson", "sensitivity"), [(True, 0.3), (False, 0.6)])

@@ -10,19 +10,15 @@ from scipy.stats import binom, norm
 
 from psgrad.engine.privacy.accounting.trade_off import Profile
 from psgrad.engine.privacy.audit.bounds import rates, tails
+from tests.engine.privacy.accountants import gaussian_delta
 
 MU = 1.0
 TRIALS = 250
 
 
 def gaussian(mu: float, points: int = 60, largest: float = 8.0) -> Profile:
-    """The profile of a Gaussian release, by its definition: integrals over where the likelihood ratio is
-    above e^epsilon.
-    """
-    epsilons = np.linspace(0, largest, points)
-    edge = epsilons / mu + mu / 2
-    deltas = norm.sf(edge - mu) - np.exp(epsilons) * norm.sf(edge)
-    return list(zip(epsilons.tolist(), deltas.tolist(), strict=True))
+    """The profile of a Gaussian release."""
+    return [(epsilon, gaussian_delta(epsilon, mu)) for epsilon in np.linspace(0, largest, points).tolist()]
 
 
 def test_rates_of_a_threshold() -> None:
