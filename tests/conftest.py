@@ -25,7 +25,7 @@ from tests.seeds import set_seed
 
 if TYPE_CHECKING:
     from tests.influence_workplace import InfluenceWorkplace
-    from tests.workplace import Workplace
+    from tests.workplace import Outcome, Workplace
 
 # The same examples in every run: a test that fails does so for everybody. The first call on a device is slow,
 # so no deadline.
@@ -196,6 +196,14 @@ def workplace(
     from tests.workplace import Workplace  # it needs more than torch, which the engine's tests do not
 
     return Workplace(tmp_path, monkeypatch, capfd)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """run(*words) is `psgrad` with these words."""
+    from tests.workplace import run_command
+
+    return lambda *words: run_command(monkeypatch, capfd, *map(str, words))
 
 
 @pytest.fixture

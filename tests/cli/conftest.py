@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.workplace import Outcome, run_command
-
 CONFIG = """\
 version: 1
 model: {factory: "model.py:build"}
@@ -26,12 +24,6 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG)
     return path
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """run(*words) is `psgrad` with these words."""
-    return lambda *words: run_command(monkeypatch, capfd, *map(str, words))
 
 
 @pytest.fixture

@@ -370,10 +370,6 @@ def test_peak_memory_does_not_grow_with_the_dataset(workplace: Workplace) -> Non
 # -- Runs that end early -------------------------------------------------------------------------------------
 
 
-def shards_of(workplace: Workplace) -> pd.DataFrame:
-    return pd.read_parquet(workplace.folder / "out" / "parts" / "samples")
-
-
 def test_a_full_disk_keeps_the_finished_rows(quick: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psgrad.commands.analyze_passes._ROWS_PER_SHARD", 8)
     honest = psgrad.run.durable_files.write_atomically
@@ -390,7 +386,8 @@ def test_a_full_disk_keeps_the_finished_rows(quick: Workplace, monkeypatch: pyte
         "16 finished samples stay in out/parts",
         options=("--set", "engine.chunk_size=4"),
     )
-    assert shards_of(quick)["id"].tolist() == quick.arrays["uid"][:16].tolist()
+    shards = pd.read_parquet(quick.folder / "out" / "parts" / "samples")
+    assert shards["id"].tolist() == quick.arrays["uid"][:16].tolist()
     manifest = quick.manifest()
     assert manifest["state"] == "failed"
     assert "disk is full" in manifest["error"]

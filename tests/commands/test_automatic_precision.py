@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from psgrad.commands.setup import Setup, set_up
 from psgrad.config import load_config
 from tests.text_tasks import CASES
-from tests.workplace import Outcome, run_command
+from tests.workplace import Outcome
 
 CASE = CASES["classification"]
 
@@ -55,12 +56,10 @@ def test_a_precision_that_the_config_names_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_manifest_and_page_say_what_bfloat16_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_manifest_and_page_say_what_bfloat16_costs(tmp_path: Path, run: Callable[..., Outcome]) -> None:
     path = write(tmp_path, "bfloat16")
     count = len(CASE.rows)
-    outcome = analyzed(path, monkeypatch, capfd, "--set", f"engine.verify={count}").succeeded()
+    outcome = run("analyze", path, "--set", f"engine.verify={count}").succeeded()
     exact = CASE.norms(tmp_path).numpy()  # in float64, by transformers
     apart = np.abs(pd.read_parquet(tmp_path / "run" / "samples.parquet")["grad_norm"] / exact - 1).max()
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
@@ -71,9 +70,3 @@ def test_manifest_and_page_say_what_bfloat16_costs(
     assert f"norms by up to {said:.4g}" in outcome.err
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count(f"bfloat16; on {count} samples norms differ") == 1
-
-
-def analyzed(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *options: str
-) -> Outcome:
-    return run_command(monkeypatch, capfd, "analyze", str(path), *options)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -23,10 +21,7 @@ class Model(nn.Sequential):
 
 
 @pytest.fixture
-def workplace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Workplace:
-    workplace = Workplace(tmp_path, monkeypatch, capfd)
+def workplace(workplace: Workplace) -> Workplace:
     workplace.use_model(HALF)
     workplace.config["analyze"] = {"trainable": ["2.*"], "measures": []}
     return workplace

@@ -84,17 +84,13 @@ def place(
     return found
 
 
-def subsets_of(place: EvaluationWorkplace, count: int) -> np.ndarray:
-    return random_subsets(ROWS, count, 0.5, np.random.default_rng([0, 3]))
-
-
 # -- the four of them ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
 def test_lds_is_the_rank_correlation_with_subsets_that_numpy_retrains(place: EvaluationWorkplace) -> None:
     found = place.evaluated("lds")["lds"]
-    drawn, products = subsets_of(place, 12), place.products()
+    drawn, products = random_subsets(ROWS, 12, 0.5, np.random.default_rng([0, 3])), place.products()
     outcomes = np.stack([place.retrained(np.flatnonzero(subset)) for subset in drawn])
     each = [stats.spearmanr(drawn @ products[:, q], -outcomes[:, q]).statistic for q in range(QUERIES)]
     assert found["mean"] == pytest.approx(np.mean(each), abs=1e-9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from psgrad.errors import ConfigError
@@ -40,15 +39,11 @@ def place(place: InfluenceWorkplace) -> InfluenceWorkplace:
     return place
 
 
-def ran(place: InfluenceWorkplace, *options: str) -> pd.DataFrame:
-    place.influence(*options).succeeded()
-    return place.table("tokens")
-
-
 @pytest.mark.long
 @pytest.mark.report
 def test_influence_tokens_add_up_to_the_scores_of_samples(place: InfluenceWorkplace) -> None:
-    found = ran(place)
+    place.influence().succeeded()
+    found = place.table("tokens")
     scores = place.table("scores")
     pairs = scores[scores["query_index"] >= 0].set_index(["query_index", "train_index"])["score"]
     sums = found.groupby(["query_index", "train_index"])["score"].sum()

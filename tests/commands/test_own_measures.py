@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from tests.forked_ranks import EndedRank, run_ranks
+from tests.forked_ranks import run_ranks
 from tests.workplace import Workplace
 
 HEAD = """\
@@ -161,12 +161,6 @@ def gather(self, rows):
 MERGE = "\ndef merge(self, state):\n    self.total += state['total']\n"
 
 
-def in_ranks(place: Workplace) -> list[EndedRank]:
-    """`psgrad analyze` by two ranks."""
-    (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
-    return run_ranks(place.folder, 2, "analyze", "config.yaml", "--no-report", "--output", "ranks")
-
-
 def test_part_of_one_without_merge_is_refused_before_the_first_pass(workplace: Workplace) -> None:
     use(workplace, GATHERING.format(where="columns"))
     workplace.refused(3, NO_MERGE, "add the method, or run", options=("--part", "1/2"))
@@ -176,7 +170,8 @@ def test_part_of_one_without_merge_is_refused_before_the_first_pass(workplace: W
 @pytest.mark.sweep
 def test_ranks_with_one_without_merge_are_refused_before_the_first_pass(workplace: Workplace) -> None:
     use(workplace, GATHERING.format(where="columns"))
-    ended = in_ranks(workplace)
+    (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
+    ended = run_ranks(workplace.folder, 2, "analyze", "config.yaml", "--no-report", "--output", "ranks")
     assert [each.code for each in ended] == [3, 3], ended
     assert NO_MERGE in ended[0].err + ended[1].err
     assert not (workplace.folder / "ranks").exists()

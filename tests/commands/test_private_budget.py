@@ -355,12 +355,8 @@ def test_budget_goes_on_after_a_line_that_another_run_was_killed_in(private: Pri
     with (private.folder / "budget.jsonl").open("ab") as file:
         file.write(b'{"kind": "step", "posi')
     private.succeeded("--resume")
-    read_budget(private.folder / "budget.jsonl")
-    assert [line["step"] for line in steps_in(private)] == [1, 2]
-
-
-def steps_in(private: PrivateWorkplace) -> list[dict[str, Any]]:
-    return read_budget(private.folder / "budget.jsonl").steps
+    found = read_budget(private.folder / "budget.jsonl")
+    assert [line["step"] for line in found.steps] == [1, 2]
 
 
 def check(folder: Path, told: list[Any], finished: bool) -> None:

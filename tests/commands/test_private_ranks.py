@@ -108,7 +108,7 @@ def test_noise_of_ranks_is_the_one_of_rank_0(private: PrivateWorkplace) -> None:
     """
     succeeded(private, 2, "--steps", "1", "--output", "two", *SEEDED)
     private.succeeded("--steps", "1", "--output", "one", *SEEDED)
-    (line,) = private_ledger(private.folder / "one")
+    (line,) = Ledger.read(private.folder / "one/public/ledger.jsonl").steps
     sums = [load_file(private.folder / run / "public/noisy_sum.safetensors") for run in ("one", "two")]
     for name, value in sums[0].items():
         assert (sums[1][name] - value).abs().max() <= line["noise_grid"]
@@ -406,7 +406,8 @@ def test_error_of_a_rank_stops_the_step_unpaid(private: PrivateWorkplace) -> Non
     assert ended[1].err.startswith("error: the disk of this machine is gone")
     assert "error" not in ended[0].err  # the rank that failed first prints it
     assert private.ledger("step") == []
-    assert "has lost another rank" in manifest(private.run_folder)["error"]
+    facts = json.loads((private.run_folder / "private/NOT_PRIVATE_manifest.json").read_bytes())
+    assert "has lost another rank" in facts["error"]
 
 
 @pytest.mark.long
@@ -423,7 +424,8 @@ def test_signal_to_all_ranks_ends_them_after_the_step(private: PrivateWorkplace)
 
     ended = ranks(private, 2, "--steps", "all", plant=plant)
     assert [rank.code for rank in ended] == [EXIT_TERMINATED] * 2, ended
-    assert len(private.ledger("step")) == checkpoint(private.run_folder).metadata["step"] == 2
+    kept = Snapshot.from_bytes((private.run_folder / "checkpoint.safetensors").read_bytes())
+    assert len(private.ledger("step")) == kept.metadata["step"] == 2
 
 
 # -- helpers -------------------------------------------------------------------------------------------------
@@ -437,16 +439,3 @@ def paid(private: PrivateWorkplace) -> int:
 def going_on(private: PrivateWorkplace) -> str:
     """The option for the folder of a run that was killed, perhaps before its ledger was begun."""
     return "--resume" if has_begun(private.run_folder / "public/ledger.jsonl") else "--overwrite"
-
-
-def manifest(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "private/NOT_PRIVATE_manifest.json").read_bytes())
-    return content
-
-
-def checkpoint(folder: Path) -> Snapshot:
-    return Snapshot.from_bytes((folder / "checkpoint.pt").read_bytes())
-
-
-def private_ledger(folder: Path) -> list[dict[str, Any]]:
-    return Ledger.read(folder / "public" / "ledger.jsonl").steps

@@ -21,10 +21,6 @@ BOUND = 0.5
 USERS = np.array([0] * 9 + [1] + [2] * (ROWS - 12) + [1, 1])
 
 
-def rows_of(user: int) -> np.ndarray:
-    return np.flatnonzero(np.equal(USERS, user))
-
-
 @pytest.fixture
 def private(private: PrivateWorkplace) -> PrivateWorkplace:
     """A run without noise on all records."""
@@ -63,11 +59,8 @@ def test_rows_of_a_user_are_averaged_and_the_first_ones_count(private: PrivateWo
     private.privacy.update(unit={"column": "user", "max_rows": 4}, expected_batch_size=3)
     private.succeeded()
     assert private.step()["unit"] == "all rows with one user, at most 4 of them, averaged inside it"
-    rows = gradients(private)
-    require_step(
-        private,
-        [{name: value[rows_of(user)[:4]].mean(0) for name, value in rows.items()} for user in range(3)],
-    )
+    rows, of_users = gradients(private), [np.flatnonzero(np.equal(USERS, user))[:4] for user in range(3)]
+    require_step(private, [{name: value[own].mean(0) for name, value in rows.items()} for own in of_users])
 
 
 def test_a_user_of_many_rows_is_refused_without_a_cap(private: PrivateWorkplace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,11 +94,10 @@ def built(model: str) -> nn.Module:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Workplace:
-    found = Workplace(tmp_path, monkeypatch, capfd)
-    (tmp_path / "model.py").write_text(MODELS)
-    found.config["data"] = {"path": "data.npz", "inputs": ["x", "mask"], "target": "y"}
-    return found
+def place(workplace: Workplace) -> Workplace:
+    (workplace.folder / "model.py").write_text(MODELS)
+    workplace.config["data"] = {"path": "data.npz", "inputs": ["x", "mask"], "target": "y"}
+    return workplace
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ import psgrad
 from psgrad.errors import ConfigError, PsgradError
 from psgrad.quality.changed_rows import NO_ROW
 from psgrad.run.results.review import ReviewResult
-from tests.workplace import Outcome, run_command
+from tests.workplace import Outcome
 
 ROWS, QUERIES, FEATURES, CLASSES, DECAY = 200, 60, 5, 3, 1e-2
 
@@ -347,16 +347,14 @@ def test_the_files_of_a_review(place: Place) -> None:
     assert "row-000" in page
 
 
-def test_the_command_and_its_formats(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_and_its_formats(place: Place, run: Callable[..., Outcome]) -> None:
     config = place.folder / "config.yaml"
     config.write_text(json.dumps(place.config(seconds=0, max_increase={"overall": 1e-4})))
     head = place.write("head.npz", place.more(20, wrong=True))
 
     def command(*options: str) -> Outcome:
-        arguments = ("review", str(config), "--base", str(place.folder / "base.npz"), "--head", str(head))
-        return run_command(monkeypatch, capfd, *arguments, "--no-report", *options)
+        files = ("--base", place.folder / "base.npz", "--head", head)
+        return run("review", config, *files, "--no-report", *options)
 
     shown = command()
     assert shown.code == 1

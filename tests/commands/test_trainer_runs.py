@@ -96,21 +96,13 @@ def norms_alone(model: Any, folder: Path) -> torch.Tensor:
     return torch.stack(found).double()
 
 
-def grad_norms(result: Any) -> torch.Tensor:
-    samples = result.samples.sort_values("index")
-    return torch.from_numpy(samples["grad_norm"].to_numpy(copy=True)).double()
-
-
 @pytest.mark.long
 def test_analyze_a_trainers_checkpoint_from_an_empty_folder(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     workplace = Workplace(tmp_path, monkeypatch, capfd)
-    workplace.config = {
-        **CONFIG,
-        "data": {**CONFIG["data"], "path": str(trained / "rows.jsonl")},
-        "output": "out",
-    }
+    data = {**CONFIG["data"], "path": str(trained / "rows.jsonl")}
+    workplace.config = {**CONFIG, "data": data, "output": "out"}
     checkpoint = trained / "run" / "checkpoint-4"
     workplace.succeeded("--no-report", "--set", f"model.pretrained={checkpoint}")
 
@@ -133,7 +125,8 @@ def test_analyze_an_adapter_that_a_trainer_saved(trained: Path, tmp_path: Path) 
         base, trained / "lora" / "checkpoint-4", is_trainable=True
     ).eval()
     expected = norms_alone(adapted, trained / "base")
-    torch.testing.assert_close(grad_norms(found), expected, rtol=1e-4, atol=0)
+    norms = found.samples.sort_values("index")["grad_norm"].to_numpy(copy=True)
+    torch.testing.assert_close(torch.from_numpy(norms).double(), expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.long

@@ -45,21 +45,12 @@ def error(folder: Path, path: Any, kind: type[PsgradError] = DataError, **option
     return str(caught.value)
 
 
-def write_jsonl(path: Path, columns: dict[str, list[Any]]) -> None:
-    lines = [json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def flat_columns(*names: str) -> dict[str, list[Any]]:
-    return {name: TABLE[name] for name in names}
-
-
 # -- What is read --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.parquet"])
 def test_rows_of_columns_of_any_type(tmp_path: Path, name: str) -> None:
-    write_jsonl(tmp_path / "data.jsonl", TABLE)
+    write_format(tmp_path / "data.jsonl", TABLE)
     pq.write_table(pa.table(TABLE), tmp_path / "data.parquet", row_group_size=2)
     rows = opened(tmp_path, name, text="text", messages="chat", target=["x", "ids", "y"], id="uid")
 
@@ -211,7 +202,7 @@ FORMATS += ["data.arrow", "stream.arrow", "data.jsonl.gz", "data.csv.zst", "data
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_format_holds_the_same_rows(tmp_path: Path, name: str) -> None:
-    columns = flat_columns("text", "x", "y", "uid")
+    columns = {name: TABLE[name] for name in ("text", "x", "y", "uid")}
     write_format(tmp_path / name, columns)
     rows = opened(tmp_path, name, text="text", target=["x", "y"], id="uid")
     assert rows.column("x").to_pylist() == columns["x"]

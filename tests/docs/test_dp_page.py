@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
 from psgrad.cli.app import app
-from psgrad.config import PrivacyConfig, load_config
+from psgrad.config import load_config
 from psgrad.run.results.privacy import STEP_KEYS
 from tests.docs.pages import README, ROOT, blocks, shown, stored, table
 
@@ -88,16 +88,11 @@ output: out
 """
 
 
-def privacy_of(section: str, folder: Path) -> PrivacyConfig:
-    path = folder / "config.yaml"
-    path.write_text(REST_OF_A_CONFIG + section, encoding="utf-8")
+def test_the_config_of_the_page_is_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(REST_OF_A_CONFIG + blocks(TEXT, "yaml")[0], encoding="utf-8")
     privacy = load_config(path).privacy
     assert privacy is not None
-    return privacy
-
-
-def test_the_config_of_the_page_is_a_config(tmp_path: Path) -> None:
-    privacy = privacy_of(blocks(TEXT, "yaml")[0], tmp_path)
     assert {"steps", "delta", "sampling", "clipping", "noise", "optimizer"} <= privacy.model_fields_set
 
 

@@ -45,10 +45,6 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def four_bits(value: Tensor, **options: Any) -> Any:
-    return bnb.nn.Params4bit(value, requires_grad=False, **options).to("cpu")
-
-
 def stored(module: nn.Module) -> Stored:
     """The weight of one of bitsandbytes' layers, as psgrad keeps it."""
     model = nn.Sequential(module)
@@ -61,7 +57,7 @@ def stored(module: nn.Module) -> Stored:
 def layer(value: Tensor, **options: Any) -> nn.Module:
     rows, columns = value.shape
     made: Any = bnb.nn.Linear4bit(columns, rows, bias=False)
-    made.weight = four_bits(value, **options)
+    made.weight = bnb.nn.Params4bit(value, requires_grad=False, **options).to("cpu")
     return made  # type: ignore[no-any-return]
 
 

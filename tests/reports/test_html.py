@@ -74,9 +74,10 @@ def _page(result: AnalyzeResult) -> Page:
     (policy,) = [
         value for tag, name, value in page.attributes if tag == "meta" and value.startswith("default-src")
     ]
+    digest = base64.b64encode(hashlib.sha256(page.script.encode()).digest()).decode()
     assert (
         policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src"
-        f" 'sha256-{_digest(page.script)}'; base-uri 'none'; form-action 'none'"
+        f" 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     )
     assert "http" not in html.replace("http-equiv", "")
     return page
@@ -87,10 +88,6 @@ def written(result: AnalyzeResult) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     write_report(result, files.__setitem__)
     return files
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 @pytest.mark.long

@@ -8,7 +8,6 @@ import sys
 import matplotlib
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
 from psgrad.quality.judging import rank_samples
@@ -28,10 +27,6 @@ from psgrad.run.results import has_classes
 from psgrad.wording import correlation
 from tests.browser.results import measured
 from tests.reports import frames, influence_runs, private_runs
-
-
-def _texts(figure: Figure) -> list[str]:
-    return [label.get_text() for axes in figure.axes for label in axes.get_yticklabels()]
 
 
 def test_norm_against_length_draws_each_sample_and_the_median() -> None:
@@ -78,7 +73,8 @@ def test_of_many_points_as_many_as_said_are_drawn() -> None:
 def test_classes_have_their_names_and_sizes() -> None:
     samples = frames.classification(100, classes=2, nonfinite=0)
     sizes = samples["target"].value_counts()
-    names = _texts(norms_per_class(samples, ["cat", "$dog$"]).figure)
+    drawn = norms_per_class(samples, ["cat", "$dog$"]).figure.axes
+    names = [label.get_text() for axes in drawn for label in axes.get_yticklabels()]
     assert names == [f"cat  (n = {sizes[0]})", f"$dog$  (n = {sizes[1]})"]
 
 

@@ -68,15 +68,11 @@ def test_sibling_that_was_edited_is_imported_anew(tmp_path: Path) -> None:
 
 def test_module_beside_the_config_is_found_by_its_name(tmp_path: Path) -> None:
     config_folder(tmp_path, "a")
-    assert resolve("code_beside_config.inner:build", package(tmp_path))() == "a"
-
-
-def package(folder: Path) -> Path:
-    (folder / "code_beside_config").mkdir()
-    (folder / "code_beside_config" / "inner.py").write_text(
+    (tmp_path / "package_beside").mkdir()
+    (tmp_path / "package_beside" / "inner.py").write_text(
         "from beside import NAME\ndef build(): return NAME\n"
     )
-    return folder
+    assert resolve("package_beside.inner:build", tmp_path)() == "a"
 
 
 def test_code_identity_covers_siblings_and_their_edits(tmp_path: Path) -> None:

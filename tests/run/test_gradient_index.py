@@ -46,10 +46,6 @@ def fill(index: GradientIndex, tell: Tell = lambda told: None) -> None:
         )
 
 
-def all_rows(index: GradientIndex, checkpoint: int) -> np.ndarray:
-    return np.concatenate([result["rows"] for _, result in index.blocks(checkpoint, 100)])
-
-
 # -- Kills ---------------------------------------------------------------------------------------------------
 
 
@@ -62,9 +58,9 @@ def go(path: Path, tell: Tell) -> None:
 
 def check(path: Path, told: list[Any], finished: bool) -> None:
     if finished:
-        np.testing.assert_array_equal(
-            all_rows(GradientIndex.open(path / "index"), 0), arrays(0, range(3))["rows"]
-        )
+        blocks = GradientIndex.open(path / "index").blocks(0, 100)
+        found = np.concatenate([result["rows"] for _, result in blocks])
+        np.testing.assert_array_equal(found, arrays(0, range(3))["rows"])
         assert not list((path / "index").rglob("*.tmp"))
         assert len(told) - len({tuple(each) for each in told}) <= 1, "a finished shard was computed again"
     else:
