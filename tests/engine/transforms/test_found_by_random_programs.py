@@ -16,13 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import capture, grad, jacrev, jvp, vjp, vmap
 from psgrad.errors import TransformError
-
-
-def by_loop(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The gradients of a function of samples, one sample after the other."""
-    leaf = x.clone().requires_grad_()
-    return torch.autograd.grad([f(one) for one in leaf], leaf)[0]
-
+from tests.engine.transforms.loops import gradients_by_loop
 
 INFINITE_COTANGENTS = {
     "as_strided": lambda w, x: F.linear(x, w.as_strided((3, 2), (2, 1))),
@@ -51,7 +45,7 @@ def test_per_sample_gradients_slice_beside_infinite_numbers(name: str, number: f
         .masked_fill(torch.eye(5, 2).bool(), number)
     )
     result = per_sample_gradients(lambda p, x: f(p["w"], x), {"w": w}, x).materialise()["w"]
-    loop = torch.stack([by_loop(lambda w, one=one: f(w, one), w.unsqueeze(0))[0] for one in x])
+    (loop,) = gradients_by_loop(f, w.expand(len(x), *w.shape), x)
     torch.testing.assert_close(result, loop, equal_nan=True)
 
 
@@ -86,7 +80,7 @@ def test_padding_row_of_mapped_table_has_tangent_and_no_gradient() -> None:
 def test_logsumexp_all_minus_infinity() -> None:
     x = torch.tensor([[-torch.inf, -torch.inf], [1.0, -torch.inf]])
     f = lambda x: x.logsumexp(0)
-    torch.testing.assert_close(vmap(grad(f))(x), by_loop(f, x), equal_nan=True)
+    torch.testing.assert_close(vmap(grad(f))(x), gradients_by_loop(f, x)[0], equal_nan=True)
 
 
 def test_instance_norm_half_precision() -> None:
@@ -108,7 +102,9 @@ def test_instance_norm_statistics_of_another_level() -> None:
     )
     f = lambda x, mean: F.instance_norm(x, mean, mean + 1, use_input_stats=True).square().sin().sum()
     result = vmap(lambda x, mean: grad(lambda x: f(x, mean))(x))(x, mean)
-    torch.testing.assert_close(result, by_loop(lambda x: f(x, torch.zeros(3, dtype=torch.float64)), x))
+    torch.testing.assert_close(
+        result, gradients_by_loop(lambda x: f(x, torch.zeros(3, dtype=torch.float64)), x)[0]
+    )
 
 
 def test_second_derivative_of_group_norm_then_transpose() -> None:
@@ -151,9 +147,7 @@ def test_attention_gradient_of_large_equal_scores(dtype: torch.dtype, masked: st
 
     result = vmap(grad(f))(x.to(dtype), mask)
     with sdpa_kernel(SDPBackend.MATH):
-        exact = torch.stack(
-            [by_loop(lambda x, m=m: f(x, m), one[None])[0] for one, m in zip(x, mask.double(), strict=True)]
-        )
+        (exact,) = gradients_by_loop(f, x, mask.double())
     units = 100 * torch.finfo(dtype).eps
     for one, expected in zip(result, exact, strict=True):
         torch.testing.assert_close(
@@ -181,7 +175,7 @@ def test_per_sample_gradients_overflow_beside_zero(name: str) -> None:
     f = lambda w, x: ways[name](w, x).sum()
     w, x = torch.linspace(-1, 1, 6).reshape(3, 2), torch.linspace(-1e15, 1e15, 8).reshape(1, 4, 2)
     result = per_sample_gradients(lambda p, x: f(p["w"], x), {"w": w}, x).materialise()["w"]
-    assert torch.equal(result, by_loop(lambda w: f(w, x[0]), w[None]))
+    assert torch.equal(result, gradients_by_loop(f, w[None], x)[0])
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "group_norm"])
@@ -249,10 +243,14 @@ def test_grad_of_vmap_order_statistic_of_equal_and_missing_numbers(name: str, ou
     x = torch.tensor(
         [[1.0, 1, 1, 1], [0, 2, 2, 1], [nan, 1, nan, 3], [-inf, nan, nan, 2], [inf, inf, -inf, -inf]]
     )
-    torch.testing.assert_close(outer(lambda x: vmap(f)(x).sum())(x), by_loop(f, x), equal_nan=True)
+    torch.testing.assert_close(
+        outer(lambda x: vmap(f)(x).sum())(x), gradients_by_loop(f, x)[0], equal_nan=True
+    )
     nested = torch.stack([x, x.flip(0)])
     result = outer(lambda x: vmap(vmap(f))(x).sum())(nested)
-    torch.testing.assert_close(result, torch.stack([by_loop(f, each) for each in nested]), equal_nan=True)
+    torch.testing.assert_close(
+        result, torch.stack([gradients_by_loop(f, each)[0] for each in nested]), equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("nest", ["grad", "jvp", "vmap of grad"])
@@ -282,7 +280,7 @@ def test_per_sample_gradients_bfloat16_norm_of_a_shared_tensor() -> None:
     table, x = torch.randn(4, 4, 4).bfloat16(), torch.randn(2, 4, 4, 1).bfloat16()
     f = lambda table, x: F.rms_norm(table, (4, 4), None, 1e-3).bmm(x).float().square().sum()
     gradients = per_sample_gradients(lambda p, x: f(p["table"], x), {"table": table}, x)
-    loop = torch.stack([by_loop(lambda t, one=one: f(t, one), table[None])[0] for one in x])
+    (loop,) = gradients_by_loop(f, table.expand(len(x), *table.shape), x)
     assert gradients.materialise()["table"].shape == loop.shape
     norms = gradients.square_norms().sqrt()
     torch.testing.assert_close(norms, loop.double().flatten(1).norm(dim=1), rtol=2e-2, atol=0)

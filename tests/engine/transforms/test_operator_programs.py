@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import grad, jvp, vjp, vmap
 from psgrad.errors import TransformError
+from tests.engine.transforms.loops import gradients_by_loop
 from tests.random_programs.checking import check
 from tests.random_programs.programs import Program
 from tests.random_programs.shrinking import shrunk
@@ -290,7 +290,7 @@ def test_overwritten_value_without_finite_derivative(name: str) -> None:
         return t.sum() + x.sin().sum()
 
     x = torch.tensor([[0.0, -1.0], [0.5, 2.0]], dtype=torch.float64)
-    loop = torch.stack([torch.autograd.grad(f(leaf := one.clone().requires_grad_()), leaf)[0] for one in x])
+    (loop,) = gradients_by_loop(f, x)
     assert loop[0].isnan().any()
     assert loop[1].isfinite().all()
     torch.testing.assert_close(vmap(grad(f))(x), loop, equal_nan=True)
@@ -303,7 +303,7 @@ def test_overwritten_value_without_finite_derivative(name: str) -> None:
 def test_vector_norm_in_another_dtype_gradient_dtype() -> None:
     x = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.bfloat16)
     f = lambda x: x.norm(2, 0, dtype=torch.float32)
-    loop = torch.stack([torch.autograd.grad(f(leaf := one.clone().requires_grad_()), leaf)[0] for one in x])
+    (loop,) = gradients_by_loop(f, x)
     torch.testing.assert_close(vmap(grad(f))(x), loop)
 
 
@@ -317,12 +317,6 @@ def test_sinc_derivatives_around_zero(x: float) -> None:
     torch.testing.assert_close(
         torch.cat(found), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0
     )
-
-
-def by_loop(f: Callable[..., Tensor], *args: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of a function of samples, in all arguments, one sample after the other."""
-    leaves = [x.clone().requires_grad_() for x in args]
-    return torch.autograd.grad([f(*[x[i] for x in leaves]) for i in range(len(args[0]))], leaves)
 
 
 BAGS_WITH_NAN = {
@@ -345,7 +339,7 @@ def test_embedding_bag_max_with_nan(name: str, bags: list[int], padding: int | N
     f = lambda w: F.embedding_bag(index, w, torch.tensor(bags), mode="max", padding_idx=padding)
     torch.testing.assert_close(vmap(f)(weight), torch.stack([f(w) for w in weight]), equal_nan=True)
     loss = lambda w: (f(w) * torch.linspace(0.5, 1.5, f(w).numel()).reshape(f(w).shape)).sum()
-    torch.testing.assert_close(vmap(grad(loss))(weight), by_loop(loss, weight)[0], equal_nan=True)
+    torch.testing.assert_close(vmap(grad(loss))(weight), gradients_by_loop(loss, weight)[0], equal_nan=True)
 
 
 NAN, INF = torch.nan, torch.inf
@@ -402,7 +396,7 @@ def test_segment_reduce_elements_behind_last_segment(kind: str, offsets: list[in
     f = lambda x: torch.segment_reduce(x, kind, offsets=torch.tensor(offsets), unsafe=True)
     loss = lambda x: (f(x) * torch.tensor([0.5, 2.0])[: f(x).numel()]).sum()
     x = torch.tensor([[1.0, 3.0, 3.0, NAN], [2.0, 2.0, 5.0, 7.0]], dtype=torch.float64)
-    torch.testing.assert_close(vmap(grad(loss))(x), by_loop(loss, x)[0])
+    torch.testing.assert_close(vmap(grad(loss))(x), gradients_by_loop(loss, x)[0])
 
 
 OF_TWO_DTYPES = {
@@ -423,7 +417,9 @@ def test_derivatives_of_operator_of_two_dtypes_have_those_of_arguments_and_resul
 ) -> None:
     x, y = (torch.rand(3, 4).add(0.5).to(getattr(torch, dtype)) for dtype in dtypes)
     loss = lambda x, y: OF_TWO_DTYPES[name](x, y).sum()
-    torch.testing.assert_close(vmap(grad(loss, (0, 1)))(x, y), by_loop(loss, x, y), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        vmap(grad(loss, (0, 1)))(x, y), gradients_by_loop(loss, x, y, argnums=(0, 1)), rtol=1e-5, atol=1e-6
+    )
     for tangents in ((x[0], torch.zeros_like(y[0])), (torch.zeros_like(x[0]), y[0])):
         out, tangent = jvp(OF_TWO_DTYPES[name], (x[0], y[0]), tangents)
         assert tangent.dtype == out.dtype
