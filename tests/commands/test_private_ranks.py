@@ -424,7 +424,7 @@ def test_signal_to_all_ranks_ends_them_after_the_step(private: PrivateWorkplace)
 
     ended = ranks(private, 2, "--steps", "all", plant=plant)
     assert [rank.code for rank in ended] == [EXIT_TERMINATED] * 2, ended
-    kept = Snapshot.from_bytes((private.run_folder / "checkpoint.safetensors").read_bytes())
+    kept = Snapshot.from_bytes((private.run_folder / "checkpoint.pt").read_bytes())
     assert len(private.ledger("step")) == kept.metadata["step"] == 2
 
 
