@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,15 +205,8 @@ def test_run_folder_json_of_any_value(tmp_path: Path) -> None:
         "f": np.bool_(True),
     }
     run.write_json("facts.json", content)
-    assert json.loads((run.path / "facts.json").read_text("utf-8")) == {
-        "a": 0.5,
-        "b": [0, 1],
-        "c": None,
-        "d": None,
-        "e": "x/y",
-        "3": [1, "ü"],
-        "f": True,
-    }
+    plain = {"a": 0.5, "b": [0, 1], "c": None, "d": None, "e": "x/y", "3": [1, "ü"], "f": True}
+    assert json.loads((run.path / "facts.json").read_text("utf-8")) == plain
 
 
 def test_run_folder_csv_formulas_escaped(tmp_path: Path) -> None:
@@ -246,3 +240,7 @@ def test_run_folder_csv_nasty_text(tmp_path: Path, what: str) -> None:
 
 def test_run_folder_permissions(tmp_path: Path) -> None:
     assert RunFolder.create(tmp_path / "run").path.stat().st_mode & 0o077 == 0
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", tmp_path / "deep" / "new"):
+        joined = RunFolder.join(path, lambda: None, partial(RunFolder.create, path))
+        assert joined.path.stat().st_mode & 0o077 == 0
