@@ -20,6 +20,7 @@ from psgrad.engine.privacy.accounting import (
     event_of,
     merged,
 )
+from psgrad.engine.privacy.sampling import Sampling
 from psgrad.errors import ConfigError
 from tests.engine.privacy.accountants import fixed, poisson
 
@@ -223,3 +224,9 @@ def test_step_event_two_relations_refused() -> None:
 def test_step_event_delta_range(accountant: Any, delta: Any) -> None:
     with pytest.raises(ConfigError, match=r"delta is .*; expected a number above 0 and below 1"):
         accountant([(poisson(1.0, 0.1), 1)], delta)
+
+
+def test_step_event_equality_and_hash() -> None:
+    assert {poisson(1.0, 0.1): 1}[
+        StepEvent(1.0, Sampling("poisson", sample_rate=0.1), "add_or_remove_one")
+    ] == 1
