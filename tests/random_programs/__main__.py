@@ -15,7 +15,9 @@ from pathlib import Path
 
 import torch
 
+from tests.random_programs import noticed
 from tests.random_programs.checking import CRASHED, Outcome, check
+from tests.random_programs.planting import written
 from tests.random_programs.shrinking import shrunk
 from tests.random_programs.writer import write
 
@@ -76,8 +78,12 @@ def main() -> int:
     parser.add_argument("--show", type=int, default=10, help="how many failures are made small and printed")
     parser.add_argument("--json", type=Path, help="write how many came to what to this file")
     parser.add_argument("--one", type=int, help="the program of this very seed, alone")
+    parser.add_argument("--plant", type=int, help="make noticed.py again, of so many programs")
     options = parser.parse_args()
     _prepare()
+    if options.plant is not None:
+        Path(noticed.__file__).write_text(written(options.plant))
+        return 0
     if options.one is not None:
         program = write(options.one)
         outcome = check(program)
