@@ -67,28 +67,28 @@ RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functor
 # `analyze.folds` (analyze_folds.py) raised two by 136, leaks three by 99, groups and copies three by 67.
 LINES = {
     "cli": (2_151, 1_760),
-    "commands": (9_369, 6_106),
+    "commands": (9_363, 6_106),
     "run": (4_642, 4_100),
     "data": (4_987, 5_000),
-    "models": (2_279, 2_000),
+    "models": (2_283, 2_000),
     "config": (2_351, 2_235),
     "quality": (2_316, 2_035),
     "reports": (4_755, 4_221),
-    "engine/transforms": (16_116, 14_000),
+    "engine/transforms": (16_066, 14_000),
     "engine/gradients": (6_171, 5_500),
-    "engine/execution": (4_528, 4_300),
-    "engine/measures": (3_834, 3_900),
-    "engine/influence": (7_597, 7_791),
-    "engine/privacy": (6_257, 5_500),
+    "engine/execution": (4_555, 4_300),
+    "engine/measures": (3_835, 3_900),
+    "engine/influence": (7_567, 7_791),
+    "engine/privacy": (6_165, 5_500),
     "monitoring": (1_112, 1_150),
-    "the rest": (1_673, 908),
+    "the rest": (1_675, 908),
 }
 ALLOWED_GROWTH, ALLOWED_SHRINKING = 0.01, 0.05
 LONGEST_FILE, LONGEST_COMMAND = 400, 200  # in lines; and how long the files are that are longer still
 LONGER: dict[str, int] = {}
 # what -> (how much there was when this was written last, the goal), as LINES.
 SIZES = {
-    "lines of tests": (76_000, 62_000),
+    "lines of tests": (74_423, 62_000),
     "words of docs": (45_000, 45_000),
     "files that psgrad.commands.analyze loads, the engine's left out": (80, 60),
 }
