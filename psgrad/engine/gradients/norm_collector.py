@@ -27,11 +27,11 @@ class NormsByName:
         self.norms: dict[str, torch.Tensor] = {}
         self.absolute: dict[str, torch.Tensor] | None = {} if absolute else None
         self.computed_as: dict[str, str] = {}
-        # Small factors wait: name -> (length, key) of each; length -> key -> the factor [n, length]. And the
-        # terms whose norms are checked.
-        self._names: dict[str, list[tuple[int, Any]]] = {}
+        # Small factors wait: name -> (group, key) of each; group -> key -> the factor [n, length]. And the
+        # terms whose norms are checked. A group is what is stacked: factors of one length, or a single one.
+        self._names: dict[str, list[tuple[Any, Any]]] = {}
         self._terms: dict[str, Term] = {}
-        self._waiting: dict[int, dict[Any, torch.Tensor]] = {}
+        self._waiting: dict[Any, dict[Any, torch.Tensor]] = {}
         self._waiting_bytes = 0
 
     def add(self, name: str, gradient: DeferredGradient) -> None:
@@ -60,20 +60,21 @@ class NormsByName:
                 storage = storage_key(factor.untyped_storage())
             # One of a layer's weight is often its bias's gradient.
             key = storage, factor.storage_offset(), factor.stride(), factor.dtype
-            places.append((factor.shape[1], key))
-            self._waiting.setdefault(factor.shape[1], {})[key] = factor
+            group = factor.shape[1] if factor.numel() <= _MOST_STACKED else key
+            places.append((group, key))
+            self._waiting.setdefault(group, {})[key] = factor
             self._waiting_bytes += factor.numel() * factor.element_size()
         if self._waiting_bytes > _MOST_WAITING or self.absolute is not None:
             self._add_waiting()
 
     def _add_waiting(self) -> None:
-        """The norms of what waits, of factors of one length together: kernels are what they cost."""
+        """The norms of what waits, of small factors of one length together: kernels are what they cost."""
         squares = dict[Any, torch.Tensor]()
-        for length, waiting in self._waiting.items():
+        for group, waiting in self._waiting.items():
             factors = list(waiting.values())
             stacked = factors[0].unsqueeze(0) if len(factors) == 1 else torch.stack(factors)
             norms = torch.linalg.vector_norm(stacked.double(), dim=2).square_()
-            squares.update(zip(((length, key) for key in waiting), norms.unbind(), strict=True))
+            squares.update(zip(((group, key) for key in waiting), norms.unbind(), strict=True))
         for name, places in self._names.items():
             first, *second = (squares[place] for place in places)
             self.norms[name] = first * second[0] if second else first
@@ -97,6 +98,8 @@ class NormsByName:
 
 # Entries of a factor, or of a parameter (such as a bias), whose norm is computed in float64 at once.
 _SMALL = 1024
+# Numbers of a factor of all samples that is stacked with others: a larger one would only take memory.
+_MOST_STACKED = 1 << 14
 # Bytes of such values that wait for others.
 _MOST_WAITING = 1 << 18
 # Numbers of a parameter's gradients for all samples that are materialised to wait for others.
