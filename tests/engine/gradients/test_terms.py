@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from psgrad.engine.execution.chunk_replay import ChunkReplay as ChunkReplay  # which makes terms pytrees
-from psgrad.engine.gradients import per_sample_gradients
+from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
 from psgrad.engine.gradients.costs import cheapest, norm_order_costs
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import AxisLayout
@@ -443,6 +443,18 @@ def test_term_norms_never_materialise_all_values(term: Callable[[], Term]) -> No
     allowed = max(kept, 2 * (4 << 20) // 4)  # blocks of 4 MiB, and no more than a copy of the larger factor
     assert allowed < 0.7 * made.samples * math.prod(made.shape)
     assert largest_of(made.square_norms) <= allowed
+
+
+def test_norms_in_one_pass_do_not_join_large_factors_of_equal_layers() -> None:
+    params = {str(layer): torch.randn(32, 32) / 6 for layer in range(4)}
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        for weight in params.values():
+            x = torch.tanh(weight @ x)
+        return x.sum()
+
+    batch = torch.randn(N, 32)
+    assert largest_of(lambda: per_sample_square_norms(loss, params, batch)) <= batch.numel()
 
 
 def test_term_blocks_cover_every_sample_once() -> None:
